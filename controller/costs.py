@@ -1,0 +1,197 @@
+"""Predicted seconds: what a step costs under a placement, what a move costs, and whether acting pays.
+
+A MoE layer takes the time of its slowest rank: for each slot max(read the expert's weights, compute its tokens), then
+dispatch and combine over the links by an alpha-beta model. Decode at small batches reads weights whatever the tokens, so
+balance gains nothing there; the gate says so. Sources of the presets stand beside them; where a vendor figure is soft,
+it is said. None of these numbers is a measurement of this product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from controller.solver.measure import slot_loads
+from controller.solver.problem import Floats, Ints
+from eplane.errors import ProblemError
+
+if TYPE_CHECKING:
+    from controller.solver.problem import Problem
+
+TOKEN_BYTES_OUT = 7168
+"""Bytes of one routed token in dispatch: one 8-bit value for each of 7,168 hidden channels."""
+TOKEN_BYTES_BACK = 14336
+"""Bytes of one routed token in combine: 16-bit values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One rank's device and its links.
+
+    ops_s: operations a second on expert weights; read_s: bytes a second from device memory; near_s, far_s: bytes a
+    second one way to ranks of the same and of other nodes; alpha_s: fixed seconds of a dispatch or a combine;
+    bytes_a_parameter: 1 for 8-bit, 2 for 16-bit weights; tokens_a_rank: routed tokens a rank, step and layer where the
+    problem does not say.
+    """
+
+    name: str
+    ops_s: float
+    read_s: float
+    near_s: float
+    far_s: float
+    alpha_s: float
+    bytes_a_parameter: float
+    tokens_a_rank: float
+    note: str = ""
+
+    def expert_s(self, tokens: Floats, bundle_bytes: int) -> Floats:
+        """Seconds of one expert's matmuls for `tokens`; 0 where no token comes."""
+        read = bundle_bytes / self.read_s
+        compute = tokens * self.token_s(bundle_bytes)
+        return np.where(tokens > 0, np.maximum(read, compute), 0.0)
+
+    def token_s(self, bundle_bytes: int) -> float:
+        """Seconds that one more token costs an expert bound by compute: two operations a parameter."""
+        return 2.0 * bundle_bytes / self.bytes_a_parameter / self.ops_s
+
+    def crossover_tokens(self, bundle_bytes: int) -> float:
+        """Tokens an expert needs before they cost more than reading its weights."""
+        return bundle_bytes / self.read_s / self.token_s(bundle_bytes)
+
+    def move_s(self, bundle_bytes: int, across_nodes: bool = True) -> float:
+        """Seconds that one bundle holds a link."""
+        return bundle_bytes / (self.far_s if across_nodes else self.near_s)
+
+
+_PRESETS = (
+    Hardware(
+        "cloudmatrix384", 752e12, 1.6e12, 196e9, 196e9, 60e-6, 1, 432.0,
+        "910C die, 8-bit: half of a 1,504 TOPS, 3.2 TB/s module; unified bus 196 GB/s a die, one way, on all nodes",
+    ),
+    Hardware(
+        "atlas800i-a2", 512e12, 1.6e12, 56e9, 25e9, 60e-6, 1, 648.0,
+        "910B, 8-bit 512 TOPS; HCCS full mesh 7 x 56 GB/s (a pair's link here), RoCE 200 Gb/s; soft vendor figures",
+    ),
+    Hardware(
+        "h800", 1979e12, 3.35e12, 160e9, 50e9, 40e-6, 1, 1024.0,
+        "8-bit dense peak; NVLink 160 GB/s as DeepEP reaches it, 400 Gb/s NIC a GPU; alpha as fitted to DeepEP's table",
+    ),
+    Hardware("h200", 1979e12, 4.8e12, 360e9, 50e9, 40e-6, 1, 1024.0, "8-bit dense peak; NVLink 450 GB/s nominal, 80 % of it"),
+    Hardware("cpu", 50e9, 10e9, 2e9, 1e9, 1e-3, 4, 64.0, "one core of a small server over loopback, 32-bit weights"),
+    Hardware(
+        "demo", 1e9, 1e12, 1e9, 1e9, 0.0, 2, 64.0,
+        "each rank taken as a device of its own, bound by its tokens: for ranks that share one machine's cores",
+    ),
+)  # fmt: skip
+PRESETS: dict[str, Hardware] = {h.name: h for h in _PRESETS}
+
+
+def hardware_named(name: str) -> Hardware:
+    """Raises ProblemError that lists the presets."""
+    if name not in PRESETS:
+        raise ProblemError("hardware", f"is {name!r}, must be one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def step_scale(problem: Problem, load: Floats, hardware: Hardware) -> Floats:
+    """[L] factor from the window's tokens to the tokens of one step."""
+    total = load.sum(axis=1)
+    a_step = problem.step_tokens or hardware.tokens_a_rank * float((~problem.drained).sum())
+    return np.where(total > 0, a_step / np.where(total > 0, total, 1.0), 0.0)
+
+
+def layer_s(problem: Problem, load: Floats, placement: Ints, shares: Floats, hardware: Hardware) -> Floats:
+    """[L] predicted seconds of each MoE layer in one step: the slowest rank, then its dispatch and combine."""
+    tokens = slot_loads(load * step_scale(problem, load, hardware)[:, None], placement, shares)
+    shape = (problem.layers, problem.ranks, -1)
+    matmul = hardware.expert_s(tokens, problem.bundle_bytes).reshape(shape).sum(axis=2) / problem.capacity
+    arriving = tokens.reshape(shape).sum(axis=2)
+    peers = np.bincount(problem.node_of_rank, minlength=problem.nodes)[problem.node_of_rank]
+    near, far = (peers - 1) / problem.ranks, 1 - peers / problem.ranks
+    seconds_a_byte = near / hardware.near_s + far / hardware.far_s
+    wire = 2 * hardware.alpha_s + arriving * seconds_a_byte * (TOKEN_BYTES_OUT + TOKEN_BYTES_BACK)
+    return np.where(load.sum(axis=1) > 0, (matmul + wire).max(axis=1), 0.0)
+
+
+def step_us(problem: Problem, load: Floats, placement: Ints, shares: Floats) -> float:
+    """Predicted microseconds of all MoE layers of one step."""
+    hardware = hardware_named(problem.hardware or "demo")
+    return float(layer_s(problem, load, placement, shares, hardware).sum() * 1e6)
+
+
+def move_price(problem: Problem, hardware: Hardware) -> float:
+    """Price of one move in units of a layer's max / mean: link seconds of a bundle over the MoE seconds it can save on.
+
+    The denominator is the perfectly balanced matmul time of one layer times the steps until the next decision.
+    """
+    tokens = problem.step_tokens or hardware.tokens_a_rank * float((~problem.drained).sum())
+    a_rank = tokens / float((~problem.drained).sum())
+    experts = problem.experts / problem.ranks
+    layer = max(a_rank * hardware.token_s(problem.bundle_bytes), experts * problem.bundle_bytes / hardware.read_s)
+    across = problem.nodes > 1
+    return hardware.move_s(problem.bundle_bytes, across) / (layer * problem.horizon_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """The gate's verdict on one change: act or not, the seconds on both sides, and the sentence that says why."""
+
+    act: bool
+    gain_s: float
+    cost_s: float
+    breakeven_steps: int | None
+    sentence: str
+
+
+def relative_gain(before: float, after: float) -> float:
+    """(before - after) / before; 0 when there is nothing to gain from."""
+    return (before - after) / before if before > 0 else 0.0
+
+
+def worth_it(
+    before_s: float, after_s: float, cost_s: float, horizon_steps: int, min_relative_gain: float = 0.0
+) -> Worth:
+    """Does a change pay? before_s, after_s: predicted seconds of one step; cost_s: seconds the moves cost serving.
+
+    Acts only when the gain over the horizon exceeds the cost and, as hysteresis, `min_relative_gain` of the step time.
+    """
+    saving = before_s - after_s
+    gain = saving * horizon_steps
+    if not all(math.isfinite(x) and x >= 0 for x in (before_s, after_s, cost_s)):
+        return Worth(False, 0.0, cost_s, None, "no action: the predicted times are not finite")
+    if saving <= 0:
+        return Worth(False, gain, cost_s, None, "not worth it: the step would not get faster")
+    steps = math.ceil(cost_s / saving - 1e-9)
+    part = relative_gain(before_s, after_s)
+    if part < min_relative_gain:
+        text = f"not worth it: {part:.1%} of the step time is below the asked {min_relative_gain:.1%}"
+        return Worth(False, gain, cost_s, steps, text)
+    if gain <= cost_s:
+        text = f"not worth it: saves {gain:.3g} s over {horizon_steps} steps and costs {cost_s:.3g} s (pays after {steps} steps)"
+        return Worth(False, gain, cost_s, steps, text)
+    text = f"worth it: saves {gain:.3g} s over {horizon_steps} steps for {cost_s:.3g} s (pays after {steps} steps)"
+    return Worth(True, gain, cost_s, steps, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Latency of a collective over `ranks`: alpha_us + (1 - ranks_a_node / ranks) * bytes / bytes_us."""
+
+    alpha_us: float
+    bytes_us: float
+    ranks_a_node: int
+
+    def us(self, ranks: int, size: float) -> float:
+        return self.alpha_us + (1 - self.ranks_a_node / ranks) * size / self.bytes_us
+
+
+def fit_latency(ranks: Sequence[int], us: Sequence[float], size: float, ranks_a_node: int = 8) -> Latency:
+    """Least squares of alpha and bandwidth on measured latencies of `size` bytes a rank."""
+    far = np.array([1 - ranks_a_node / r for r in ranks]) * size
+    design = np.stack([np.ones(len(ranks)), far], axis=1)
+    alpha, slope = np.linalg.lstsq(design, np.asarray(us, dtype=np.float64), rcond=None)[0].tolist()
+    return Latency(alpha, 1 / slope, ranks_a_node)

@@ -1,0 +1,133 @@
+"""What a placement is worth: rank loads, balancedness, moves, the proved bound. Vectorised over layers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from controller.solver.problem import EMPTY, Floats, Ints, Problem
+
+
+def copies_of(placement: Ints, experts: int) -> Ints:
+    """[L, E] replicas of each expert in `placement [L, P]`."""
+    layers, slots = placement.shape
+    rows = np.repeat(np.arange(layers), slots)
+    flat = placement.ravel()
+    used = flat != EMPTY
+    counts = np.bincount(rows[used] * experts + flat[used], minlength=layers * experts)
+    return counts.reshape(layers, experts).astype(np.int32)
+
+
+def held(placement: Ints, ranks: int, experts: int) -> Ints:
+    """[L, R, E] how many copies of an expert a rank holds (0 or 1 in a legal placement)."""
+    layers, slots = placement.shape
+    where = np.arange(layers * slots) // (slots // ranks)
+    flat = placement.ravel()
+    used = flat != EMPTY
+    counts = np.bincount(where[used] * experts + flat[used], minlength=layers * ranks * experts)
+    return counts.reshape(layers, ranks, experts).astype(np.int32)
+
+
+def even_shares(placement: Ints, experts: int) -> Floats:
+    """[L, P] one over the number of copies; 0 on empty slots."""
+    counts = copies_of(placement, experts)
+    of_slot = np.take_along_axis(counts, np.maximum(placement, 0), axis=1)
+    return np.where(placement == EMPTY, 0.0, 1.0 / np.maximum(of_slot, 1))
+
+
+def slot_loads(load: Floats, placement: Ints, shares: Floats) -> Floats:
+    """[L, P] tokens that reach each slot when `load [L, E]` is split by `shares`."""
+    loads = np.take_along_axis(load, np.maximum(placement, 0), axis=1)
+    return np.where(placement == EMPTY, 0.0, loads * shares)
+
+
+def rank_loads(load: Floats, placement: Ints, shares: Floats, ranks: int) -> Floats:
+    """[L, R] tokens a rank gets in each layer."""
+    layers = placement.shape[0]
+    return np.asarray(slot_loads(load, placement, shares).reshape(layers, ranks, -1).sum(axis=2))
+
+
+def balance(loads: Floats, capacity: Floats, drained: np.ndarray) -> Floats:
+    """[L] time of a perfect split over the time of the slowest rank; 1.0 is perfect, also for a layer without tokens.
+
+    loads: [L, R] tokens; capacity: [R] relative speeds. With equal speeds this is mean / max over the ranks in use.
+    """
+    slowest = (loads / capacity).max(axis=1)
+    perfect = loads.sum(axis=1) / capacity[~drained].sum()
+    return np.where(slowest > 0, perfect / np.where(slowest > 0, slowest, 1.0), 1.0)
+
+
+def count_moves(before: Ints | None, after: Ints, ranks: int, experts: int) -> Ints:
+    """[L] experts that a rank holds after and did not hold before. Order inside a rank is free; a cold start moves none."""
+    if before is None:
+        return np.zeros(after.shape[0], dtype=np.int32)
+    fresh = (held(after, ranks, experts) > 0) & (held(before, ranks, experts) == 0)
+    return np.asarray(fresh.sum(axis=(1, 2)), dtype=np.int32)
+
+
+def least_time(problem: Problem, load: Floats) -> Floats:
+    """[L] proved lower bound of the slowest rank's time (tokens over speed), for even and for weighted shares.
+
+    Two arguments. No placement beats a perfect split over all ranks in use. And the copies of one expert lie on
+    different ranks, so with c copies the slowest of them takes at least load / (sum of the c highest speeds); copies
+    are bounded by the slots in all and by max_replicas, and giving the next copy to the worst expert is optimal.
+    """
+    use = ~problem.drained
+    speeds = np.sort(problem.capacity[use])[::-1]
+    reach = np.concatenate([[np.inf], np.cumsum(speeds)])
+    perfect = load.sum(axis=1) / speeds.sum()
+    out = np.zeros(problem.layers)
+    room = problem.usable.sum(axis=1)
+    for layer in range(problem.layers):
+        most = np.minimum(problem.max_replicas[layer], int((problem.usable[layer] > 0).sum()))
+        spare = int(room[layer]) - problem.experts
+        if problem.slot_budget is not None:
+            spare = min(spare, problem.slot_budget)
+        out[layer] = max(perfect[layer], _least_peak(load[layer], spare, most, reach))
+    return out
+
+
+def _least_peak(load: Floats, spare: int, most: Ints, reach: Floats) -> float:
+    """Least max over experts of load / reach[copies] with `spare` copies beyond one each. Bisection on the answer."""
+    floor = float((load / reach[most]).max())
+    high = float(load.max() / reach[1])
+    if spare <= 0 or high <= floor:
+        return max(high, floor) if spare <= 0 else floor
+    low = floor
+
+    def fits(peak: float) -> bool:
+        need = np.searchsorted(reach[1:], load / peak * (1 - 1e-12)) + 1
+        return bool((np.minimum(need, most) - 1).sum() <= spare)
+
+    if fits(low):
+        return low
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def bound(problem: Problem, load: Floats) -> Floats:
+    """[L] the best balancedness that any placement could reach on `load`, proved; 1.0 where there are no tokens."""
+    least = least_time(problem, load)
+    perfect = load.sum(axis=1) / problem.capacity[~problem.drained].sum()
+    return np.where(least > 0, np.minimum(1.0, perfect / np.where(least > 0, least, 1.0)), 1.0)
+
+
+def cross_node_share(problem: Problem, load: Floats, placement: Ints, shares: Floats) -> float:
+    """Share of tokens that must leave their node when they start evenly on all ranks and stay local where shares allow."""
+    total = float(load.sum())
+    if total <= 0:
+        return 0.0
+    starts = np.bincount(problem.node_of_rank, minlength=problem.nodes) / problem.ranks
+    node_of_slot = problem.node_of_rank[problem.rank_of_slot()]
+    layers, slots = placement.shape
+    rows = np.repeat(np.arange(layers), slots)
+    used = placement.ravel() != EMPTY
+    key = (rows * problem.experts + np.maximum(placement.ravel(), 0)) * problem.nodes + np.tile(node_of_slot, layers)
+    size = layers * problem.experts * problem.nodes
+    reach = np.bincount(key[used], weights=shares.ravel()[used], minlength=size).reshape(layers, problem.experts, -1)
+    local = np.minimum(reach, starts).sum(axis=2)
+    return float(1.0 - (local * load).sum() / total)

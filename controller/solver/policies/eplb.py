@@ -1,0 +1,130 @@
+"""`eplb`: the greedy of DeepSeek's expert-parallel load balancer (github.com/deepseek-ai/EPLB), written anew.
+
+From scratch on the load window, blind to the present placement. Hierarchical when groups divide over nodes: groups are
+packed onto nodes, hot experts replicated inside a node, copies packed onto its ranks. Global otherwise. Two additions
+beyond the original: ranks may have different numbers of slots, and a second copy that the packing puts on one rank is
+replaced (the original leaves it there, where it costs a slot and gains nothing).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from controller.solver.answer import Answer
+from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy
+from controller.solver.repair import repair
+
+
+def pack(weights: Sequence[float], rooms: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Longest first onto the lightest pack with room. Returns (pack, place in its pack) of each item."""
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    heap = [(0.0, pack) for pack, room in enumerate(rooms) if room > 0]
+    taken = [0] * len(rooms)
+    where, place = [EMPTY] * len(weights), [EMPTY] * len(weights)
+    for item in order:
+        if not heap:
+            break
+        total, target = heapq.heappop(heap)
+        where[item], place[item] = target, taken[target]
+        taken[target] += 1
+        if taken[target] < rooms[target]:
+            heapq.heappush(heap, (total + weights[item], target))
+    return where, place
+
+
+def replicate(weights: Sequence[float], slots: int) -> tuple[list[int], list[int]]:
+    """Every next copy to the expert with the most tokens a copy. Returns (expert of each item, copies of each expert)."""
+    expert_of = list(range(len(weights)))
+    copies = [1] * len(weights)
+    heap = [(-w, e) for e, w in enumerate(weights)]
+    heapq.heapify(heap)
+    for _ in range(slots - len(weights)):
+        _, expert = heapq.heappop(heap)
+        expert_of.append(expert)
+        copies[expert] += 1
+        heapq.heappush(heap, (-weights[expert] / copies[expert], expert))
+    return expert_of, copies
+
+
+def place_layer(load: Floats, ranks: Sequence[int], usable: Ints, table: Ints, experts: Sequence[int]) -> None:
+    """Replicate `experts` into the slots of `ranks` and write them to `table [R, K]`."""
+    rooms = [int(usable[r]) for r in ranks]
+    weights = [float(load[e]) for e in experts]
+    expert_of, copies = replicate(weights, min(sum(rooms), len(experts) * len(ranks)))
+    where, place = pack([weights[e] / copies[e] for e in expert_of], rooms)
+    for item, expert in enumerate(expert_of):
+        table[ranks[where[item]], place[item]] = experts[expert]
+
+
+def node_experts(problem: Problem, load: Floats) -> list[list[int]]:
+    """Experts of each node when the groups are packed evenly onto the nodes, in the order of the original."""
+    size = problem.experts // problem.groups
+    weights = load.reshape(problem.groups, size).sum(axis=1).tolist()
+    where, place = pack(weights, [problem.groups // problem.nodes] * problem.nodes)
+    seats: list[list[int]] = [[] for _ in range(problem.nodes)]
+    for group in sorted(range(problem.groups), key=lambda g: place[g]):
+        seats[where[group]].extend(range(group * size, (group + 1) * size))
+    return seats
+
+
+def hierarchical_fits(problem: Problem) -> bool:
+    """Groups divide over the nodes, and each node has a slot for every expert of its share of the groups."""
+    if problem.groups % problem.nodes or problem.nodes == 1:
+        return False
+    room = np.stack([problem.usable[:, problem.node_of_rank == n].sum(axis=1) for n in range(problem.nodes)], axis=1)
+    return bool((room >= problem.experts // problem.nodes).all())
+
+
+def eplb_placement(problem: Problem, load: Floats, hierarchical: bool) -> Ints:
+    """[L, P] the greedy's placement for `load [L, E]`; second copies on one rank are left in."""
+    table = np.full((problem.layers, problem.ranks, problem.per_rank), EMPTY, dtype=np.int32)
+    ranks_of_node = [np.flatnonzero(problem.node_of_rank == n).tolist() for n in range(problem.nodes)]
+    for layer in range(problem.layers):
+        usable = problem.usable[layer]
+        if not hierarchical:
+            everything = range(problem.experts)
+            place_layer(load[layer], range(problem.ranks), usable, table[layer], everything)
+            continue
+        for ranks, experts in zip(ranks_of_node, node_experts(problem, load[layer]), strict=True):
+            place_layer(load[layer], ranks, usable, table[layer], experts)
+    return table.reshape(problem.layers, problem.slots)
+
+
+class EplbPolicy:
+    """DeepSeek's greedy on the last load window."""
+
+    name = "eplb"
+
+    def solve(self, problem: Problem) -> Answer:
+        fits = hierarchical_fits(problem)
+        hierarchical = fits and problem.strategy is not Strategy.GLOBAL
+        load = problem.observed()
+        greedy = eplb_placement(problem, load, hierarchical)
+        placement = fill_gaps(problem, repair(problem, greedy, load), load)
+        changed = int((placement != greedy).any(axis=1).sum())
+        strategy = "hierarchical" if hierarchical else "global"
+        decisions = [f"{strategy} greedy from scratch on the load window"]
+        if changed:
+            decisions.append(f"{changed} layers changed after it to meet the hard goals (one copy of an expert a rank)")
+        return Answer.of(problem, placement, policy=self.name, strategy=strategy, decisions=decisions)
+
+
+def fill_gaps(problem: Problem, placement: Ints, load: Floats) -> Ints:
+    """Give slots that lost a second copy to the expert with most tokens a copy that the rank lacks."""
+    if problem.slot_budget is not None or problem.spread > 1 or problem.strategy is Strategy.HIERARCHICAL:
+        return placement
+    table = placement.reshape(problem.layers, problem.ranks, problem.per_rank).copy()
+    gaps = (table == EMPTY) & problem.usable_slots().reshape(table.shape)
+    for layer, rank, place in np.argwhere(gaps).tolist():
+        row = table[layer]
+        counts = np.bincount(row[row != EMPTY], minlength=problem.experts)
+        gain = load[layer] / np.maximum(counts, 1)
+        gain[row[rank][row[rank] != EMPTY]] = -1.0
+        gain[counts >= problem.max_replicas[layer]] = -1.0
+        best = int(gain.argmax())
+        if gain[best] >= 0:
+            row[rank, place] = best
+    return table.reshape(placement.shape)
