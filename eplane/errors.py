@@ -8,9 +8,16 @@ EPlaneError
 ├── StoreError      the store said no; the kinds below say what to do
 │   ├── StoreUnavailable    no answer in time: try again later, serving goes on (exit 5)
 │   │   ├── BadInput        an argument, a file or an environment value cannot be used: correct what the sentence names (exit 2)
+├── CorpusMissing   no text of a domain on this machine to train or measure on: install a package it names (exit 2)
+├── TrainingRefused a training run cannot start or go on: its sentence says why (exit 2)
 ├── BindRefused     an address beyond loopback without TLS and tokens: give both, or bind to loopback (exit 2)
 ├── StackError      a process of the one-machine stack did not come up: read the log it names (exit 5)
 ├── ApiProblem      the API answered a problem: `code` says which of the closed set (exit by code)
+├── NotFound        a group, plan, migration or epoch is not known: name one that is (exit 2)
+├── Invalid         a field of a request can not be used: correct the named field (exit 2)
+├── Conflict        the state is not what the request assumed: look again, then decide (exit 4)
+├── RefusedByGoal   a goal says no: the sentence names it and its reason (exit 3)
+├── NotLeader       another controller leads the group: send the change to its `url` (exit 5)
 └── OutcomeUnknown  a write may or may not be applied, now or later: read before writing again (exit 5)
 │   ├── StoreClosed         used after close: a mistake in the caller's order of shutdown
 │   ├── StoreDenied         wrong user, password, certificate or role: correct the settings (exit 2)
@@ -22,6 +29,18 @@ EPlaneError
 │   ├── LeaseLost           the lease is gone and its keys with it: give up what it stood for
 │   └── Compacted           the revision is gone: list again and go on from there
 │       └── HistoryLost     the store is younger than what was read from it (wiped, restored): list again
+├── CellError       a cell was asked for what its state does not allow: a mistake in the caller's order
+│   └── NoFreeCell          fewer free cells than asked for: wait for retired cells or plan a smaller wave
+├── BundleMismatch  bytes are not the bundle they should be: fetch it again, from another source
+├── TableError      a table would name a cell that is not ready for its expert: nothing was changed
+├── TransferError   a bundle could not be fetched from this source: try the next one
+│   └── GenerationEnded     paired transfers are over for this transfer group: make a new one
+├── WorldEnded      the ranks of a group do not serve the same placement: end the process, loudly
+├── LinkError       the engine link
+│   ├── MessageError        not a message of the link: correct the named field
+│   ├── LinkRefused         the engine said no: `code` says which of the closed set
+│   └── LinkLost            the connection is gone or no answer came: connect again and ask for the status
+├── CounterError    a counters file cannot be read: wait for the engine to make it
 └── Infeasible      no placement meets the hard goals: relax the named goal (exit 3)
 """
 
@@ -158,3 +177,103 @@ class ApiProblem(EPlaneError):
         self.code = code
         self.status = status
         self.exit_code = exit_code
+
+
+class CorpusMissing(BadInput):
+    """A domain has no text on this machine. Install one of the packages that the sentence names."""
+
+
+class TrainingRefused(BadInput):
+    """A training run cannot start, resume or go on. The sentence says why."""
+
+
+class CellError(EPlaneError):
+    """A cell was asked for what its state does not allow. A mistake in the caller's order of calls."""
+
+
+class NoFreeCell(CellError):
+    """Fewer cells are free than asked for. Wait until retired cells are free, or plan a smaller wave."""
+
+
+class BundleMismatch(EPlaneError):
+    """Bytes are not the bundle they should be. Fetch it again, from another source."""
+
+
+class TableError(EPlaneError):
+    """A table would name a cell that is not ready for its expert. Nothing was changed."""
+
+
+class TransferError(EPlaneError):
+    """A bundle could not be fetched from this source. Try the next one."""
+
+
+class GenerationEnded(TransferError):
+    """A paired transfer timed out or broke: its group cannot be used again. Make a new generation."""
+
+
+class WorldEnded(EPlaneError):
+    """The ranks of a group do not serve the same placement. End the process with exit code 70."""
+
+    exit_code = 70
+
+
+class LinkError(EPlaneError):
+    """The engine link did not do what was asked."""
+
+
+class MessageError(LinkError):
+    """Not a message of the engine link. Correct the field that the sentence names."""
+
+
+class LinkRefused(LinkError):
+    """The engine refused a call. `code` is one of the closed set in runtime/link/messages.py."""
+
+    def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class LinkLost(LinkError):
+    """The connection is gone, or no answer came in time. Connect again and ask for the status."""
+
+
+class CounterError(EPlaneError):
+    """A counters file is missing or not readable. Wait until the engine has made it."""
+
+
+class NotFound(EPlaneError):
+    """A group, plan, migration, epoch or node is not known. Name one that is."""
+
+    exit_code = 2
+
+
+class Invalid(EPlaneError):
+    """A field of a request can not be used. Correct the named field."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, sentence: str) -> None:
+        super().__init__(f"{field}: {sentence}")
+        self.field = field
+
+
+class Conflict(EPlaneError):
+    """The state is not what the request assumed (stale plan, other epoch, a migration active). Look again."""
+
+    exit_code = 4
+
+
+class RefusedByGoal(EPlaneError):
+    """A goal says no. The sentence names it and its reason."""
+
+    exit_code = 3
+
+
+class NotLeader(EPlaneError):
+    """This controller does not lead the group. Send the change to `url`; None: nobody leads now, try again."""
+
+    exit_code = 5
+
+    def __init__(self, url: str | None = None) -> None:
+        super().__init__(f"the leader is at {url}" if url else "no controller leads the group now")
+        self.url = url
