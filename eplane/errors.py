@@ -41,6 +41,16 @@ EPlaneError
 │   ├── LinkRefused         the engine said no: `code` says which of the closed set
 │   └── LinkLost            the connection is gone or no answer came: connect again and ask for the status
 ├── CounterError    a counters file cannot be read: wait for the engine to make it
+├── FieldError      one field of outside data is wrong; the kinds below say whose
+│   ├── RecordError         a stored or received record cannot be read or is too large: do not act on it
+│   ├── LoadReportError     a report of load is refused: drop it and count it
+│   ├── PlanError           a plan contradicts itself: solve again
+│   ├── NameRefused         a group, node or id is no name: correct it (exit 2)
+│   └── SettingsError       a setting is wrong: correct the named setting (exit 2)
+├── IllegalTransition  the event does not fit the state of the wave or migration: read the state again (exit 4)
+├── InvariantBroken    a rule that keeps serving right would be broken: nothing was changed; a mistake in EPlane
+├── PlanImpossible  no order of waves leads to the target with the room there is: give room, or solve again (exit 3)
+├── SolverFailed    the solver's process gave no answer: nothing was changed, the next cycle starts a new one
 └── Infeasible      no placement meets the hard goals: relax the named goal (exit 3)
 """
 
@@ -277,3 +287,60 @@ class NotLeader(EPlaneError):
     def __init__(self, url: str | None = None) -> None:
         super().__init__(f"the leader is at {url}" if url else "no controller leads the group now")
         self.url = url
+
+
+class FieldError(EPlaneError):
+    """One field of outside data is wrong. `field` is its path, `reason` the rest of the sentence."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class RecordError(FieldError):
+    """A stored or received record cannot be read, or would be too large to store. Do not act on it."""
+
+
+class LoadReportError(FieldError):
+    """A report of load is refused. Drop it and count it; the load known before still holds."""
+
+
+class PlanError(FieldError):
+    """A plan contradicts itself or its base. Solve again from the present placement."""
+
+
+class PlanImpossible(EPlaneError):
+    """No order of waves leads to the target with the room there is. Give the room its sentence asks for, or solve again."""
+
+    exit_code = 3
+
+
+class SolverFailed(EPlaneError):
+    """The solver's process gave no answer (late, ended, or wrong). Nothing was changed; the next cycle starts a new one."""
+
+
+class NameRefused(FieldError):
+    """A group, node or id cannot be part of a key. Choose another name."""
+
+    exit_code = 2
+
+
+class SettingsError(FieldError):
+    """A setting is unknown, of the wrong kind, out of range, or contradicts another. Correct the named setting."""
+
+    exit_code = 2
+
+
+class IllegalTransition(EPlaneError):
+    """The event does not fit the state of the wave or migration. Read the stored state again before going on."""
+
+    exit_code = 4
+
+
+class InvariantBroken(EPlaneError):
+    """A rule that keeps serving right would be broken. The step was refused; this is a mistake in EPlane itself."""
+
+    def __init__(self, rule: str, sentence: str) -> None:
+        super().__init__(f"{rule}: {sentence}")
+        self.rule = rule
