@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from eplane.clock import Clock, SystemClock, wait_for_event
 from eplane.errors import Compacted, LeaseLost, StoreError, StoreUnavailable
+from eplane.plan import LeaderEpoch
 from eplane.store.base import (
     ChangeKind,
     CreateRevision,
@@ -25,14 +25,6 @@ from eplane.store.base import (
     Put,
     Store,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderEpoch:
-    """The fencing token: `revision` is the one that created the leader key in the etcd cluster `cluster`."""
-
-    cluster: int
-    revision: int
 
 
 class ProgressGate:

@@ -40,6 +40,8 @@ EPlaneError
 │   ├── MessageError        not a message of the link: correct the named field
 │   ├── LinkRefused         the engine said no: `code` says which of the closed set
 │   └── LinkLost            the connection is gone or no answer came: connect again and ask for the status
+├── CheckpointError a checkpoint cannot be served: correct what the sentence names (exit 2)
+├── QueueFull       as many requests wait as may wait: try again later
 ├── CounterError    a counters file cannot be read: wait for the engine to make it
 ├── FieldError      one field of outside data is wrong; the kinds below say whose
 │   ├── RecordError         a stored or received record cannot be read or is too large: do not act on it
@@ -231,10 +233,6 @@ class LinkError(EPlaneError):
     """The engine link did not do what was asked."""
 
 
-class MessageError(LinkError):
-    """Not a message of the engine link. Correct the field that the sentence names."""
-
-
 class LinkRefused(LinkError):
     """The engine refused a call. `code` is one of the closed set in runtime/link/messages.py."""
 
@@ -298,6 +296,10 @@ class FieldError(EPlaneError):
         self.reason = reason
 
 
+class MessageError(LinkError, FieldError):
+    """Not a message of the engine link. Correct the field that the sentence names."""
+
+
 class RecordError(FieldError):
     """A stored or received record cannot be read, or would be too large to store. Do not act on it."""
 
@@ -344,3 +346,13 @@ class InvariantBroken(EPlaneError):
     def __init__(self, rule: str, sentence: str) -> None:
         super().__init__(f"{rule}: {sentence}")
         self.rule = rule
+
+
+class CheckpointError(EPlaneError):
+    """A checkpoint cannot be served. The sentence names the file and the tensor, or what the model lacks."""
+
+    exit_code = 2
+
+
+class QueueFull(EPlaneError):
+    """As many requests wait as may wait. Try again later."""
