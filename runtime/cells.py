@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -198,14 +198,17 @@ class CellPool:
         """A copy of the bundle's bytes in manifest order."""
         return b"".join(self.buffers(cell))
 
-    def digest(self, cell: int) -> str:
-        """Digest of what the cell's memory holds now, read back from the device."""
-        return bundle_digest(self.buffers(cell))
+    def digest(self, cell: int, pace: Callable[[], None] | None = None) -> str:
+        """Digest of what the cell's memory holds now, read back from the device.
 
-    def verify(self, cell: int, expected: str) -> None:
+        `pace` is called between portions, so that a background thread leaves the cores to the step loop.
+        """
+        return bundle_digest(self.buffers(cell), pace)
+
+    def verify(self, cell: int, expected: str, pace: Callable[[], None] | None = None) -> None:
         """STAGING > VERIFIED if the cell's own memory has the digest `expected`; else raises BundleMismatch."""
         self._expect(cell, CellState.STAGING)
-        found = self.digest(cell)
+        found = self.digest(cell, pace)
         if found != expected:
             layer, expert = self.owner(cell)
             raise BundleMismatch(f"layer {layer}, expert {expert}: digest {found}, expected {expected}")
@@ -216,6 +219,11 @@ class CellPool:
         """STAGING > VERIFIED without looking: only for the fault that shows what digests are for."""
         with self._lock:
             self._move(cell, (CellState.STAGING,), CellState.VERIFIED)
+
+    def spoil(self, cell: int) -> None:
+        """Flips the top bit of every fourth byte: finite numbers, but wrong ones. For planted faults and tests."""
+        for tensor in self.tensors.values():
+            tensor[cell].reshape(-1).view(torch.uint8)[3::4] ^= 0x80
 
     def hold(self, layer: int, expert: int, raw: memoryview | bytes, expected: str) -> int:
         """Allocates, writes, verifies and makes live in one go: how a rank fills its cells at start."""

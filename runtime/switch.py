@@ -162,9 +162,10 @@ class Switch:
             return None if self._next is None else self._next[0]
 
     @property
-    def armed_table(self) -> LiveTable | None:
+    def newest(self) -> LiveTable:
+        """The table that the next wave starts from: the armed one (it will be live for certain), else the live one."""
         with self._lock:
-            return None if self._next is None else self._next[1]
+            return self._live if self._next is None else self._next[1]
 
     @property
     def last_switched(self) -> Identity | None:

@@ -38,6 +38,7 @@ class LiveTable:
     epoch: int | None
     rank: int
     cell_of: IntTable
+    local_first: bool
     _slots: torch.Tensor
     _bounds: torch.Tensor
     _offset: torch.Tensor
@@ -50,6 +51,10 @@ class LiveTable:
     @property
     def digest(self) -> str:
         return self.placement.digest
+
+    @property
+    def device(self) -> torch.device:
+        return self._slots.device
 
     @property
     def max_replicas(self) -> int:
@@ -85,13 +90,20 @@ class LiveTable:
     def with_shares(self, shares: FloatTable) -> LiveTable:
         """The same table with other shares; the running remainders go on. Raises PlacementError."""
         return build_table(
-            self.placement, self.rank, self.cell_of, shares, self.epoch, self._slots.device, cursor=self._cursor
+            self.placement,
+            self.rank,
+            self.cell_of,
+            shares,
+            self.epoch,
+            self.device,
+            local_first=self.local_first,
+            cursor=self._cursor,
         )
 
     def with_epoch(self, epoch: int) -> LiveTable:
         """The same table under another epoch number."""
         return LiveTable(
-            self.placement, self.shares, epoch, self.rank, self.cell_of,
+            self.placement, self.shares, epoch, self.rank, self.cell_of, self.local_first,
             self._slots, self._bounds, self._offset, self._cursor,
         )  # fmt: skip
 
@@ -122,7 +134,7 @@ def build_table(
     slots, bounds = _replica_tables(placement, source_shares(placement, split, rank) if local_first else split)
     shape = (placement.layers, placement.experts)
     return LiveTable(
-        placement, split, epoch, rank, cells,
+        placement, split, epoch, rank, cells, local_first,
         torch.from_numpy(slots).to(device), torch.from_numpy(bounds).to(device),
         torch.from_numpy(_offsets(shape, rank)).to(device),
         torch.zeros(shape, dtype=torch.int64, device=device) if cursor is None else cursor,

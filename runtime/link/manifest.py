@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eplane.errors import MessageError
@@ -25,6 +25,8 @@ ITEM_BYTES = {
 }
 """Bytes of one item, for each dtype that a bundle may have (names of torch dtypes)."""
 
+PORTION = 256 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -36,7 +38,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if not self.name or self.dtype not in ITEM_BYTES or any(size < 1 for size in self.shape):
-            raise MessageError(f"not a tensor of a bundle: {self.name!r} {self.dtype!r} {self.shape}")
+            raise MessageError("tensors", f"no tensor of a bundle: {self.name!r} {self.dtype!r} {self.shape}")
 
     @property
     def bytes(self) -> int:
@@ -52,18 +54,25 @@ class BundleManifest:
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.tensors]
         if not names or len(set(names)) != len(names):
-            raise MessageError(f"a bundle needs at least one tensor and distinct names, got {names}")
+            raise MessageError("tensors", f"must be at least one and have distinct names, got {names}")
 
     @property
     def bundle_bytes(self) -> int:
         return sum(spec.bytes for spec in self.tensors)
 
 
-def bundle_digest(parts: Sequence[bytes | memoryview]) -> str:
-    """blake2b-128 over the bundle's bytes in manifest order, 32 hexadecimal digits. Releases the GIL on big parts."""
+def bundle_digest(parts: Sequence[bytes | memoryview], pace: Callable[[], None] | None = None) -> str:
+    """blake2b-128 over the bundle's bytes in manifest order, 32 hexadecimal digits.
+
+    The interpreter lock is released meanwhile. `pace` is called after each portion of PORTION bytes.
+    """
     total = hashlib.blake2b(digest_size=16)
     for part in parts:
-        total.update(part)
+        view = memoryview(part).cast("B")
+        for start in range(0, view.nbytes, PORTION):
+            total.update(view[start : start + PORTION])
+            if pace is not None:
+                pace()
     return total.hexdigest()
 
 

@@ -12,11 +12,13 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from eplane.errors import MessageError
+from eplane.fields import Fields
 from eplane.placement import Change, FloatTable, IntTable
 from eplane.plan import Identity, LeaderEpoch, Load
 from eplane.topology import Capabilities
-from runtime.link.fields import Fields, as_integer, as_integers
 from runtime.link.manifest import BundleManifest, TensorSpec
 
 __all__ = [
@@ -68,7 +70,7 @@ def encode(message: Json) -> bytes:
     """One frame. Raises MessageError when it would be over the limit."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     if len(body) > MAX_FRAME:
-        raise MessageError(f"a message of {len(body)} bytes is over the limit of {MAX_FRAME}")
+        raise MessageError("frame", f"of {len(body)} bytes is over the limit of {MAX_FRAME}")
     return len(body).to_bytes(4, "big") + body
 
 
@@ -77,9 +79,9 @@ def decode(body: bytes) -> Json:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        raise MessageError("a frame is not valid JSON") from None
+        raise MessageError("frame", "is not valid JSON") from None
     if not isinstance(value, dict):
-        raise MessageError("a frame must hold a JSON object")
+        raise MessageError("frame", "must hold a JSON object")
     return value
 
 
@@ -90,32 +92,23 @@ def identity_hash(identity: Identity) -> int:
     return value or 1
 
 
-def identity_to_json(identity: Identity) -> Json:
-    return {
-        "world": identity.world,
-        "migration": identity.migration,
-        "wave": identity.wave,
-        "epoch": identity.epoch,
-        "digest": identity.digest,
-    }
+def read_table(fields: Fields, name: str) -> FloatTable:
+    """A table of finite numbers with two dimensions."""
+    rows = fields.items(name)
+    try:
+        table = np.array(rows)
+    except (ValueError, OverflowError):
+        raise fields.wrong(name, "has rows of different lengths") from None
+    if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "if" or not np.isfinite(table).all():
+        raise fields.wrong(name, "must be a table of finite numbers with two dimensions")
+    return table.astype(np.float64)
 
 
-def identity_from_json(fields: Fields) -> Identity:
-    return Identity(
-        fields.text("world"),
-        fields.text("migration"),
-        fields.integer("wave"),
-        fields.integer("epoch"),
-        fields.text("digest"),
-    )
-
-
-def leader_epoch_to_json(epoch: LeaderEpoch) -> Json:
-    return {"cluster": epoch.cluster, "revision": epoch.revision}
-
-
-def leader_epoch_from_json(fields: Fields) -> LeaderEpoch:
-    return LeaderEpoch(fields.integer("cluster", 0, 2**64 - 1), fields.integer("revision"))
+def read_int_table(fields: Fields, name: str) -> IntTable:
+    table = read_table(fields, name)
+    if (table != np.rint(table)).any() or np.abs(table).max() >= 2**31:
+        raise fields.wrong(name, "must be a table of whole numbers")
+    return table.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,33 +168,33 @@ class Describe:
 
     @staticmethod
     def from_json(value: object) -> Describe:
-        fields = Fields(value, "describe")
-        can = fields.nested("capabilities")
+        fields = Fields(value, "describe", MessageError)
+        can = fields.within("capabilities")
         return Describe(
-            world=fields.text("world"),
+            world=fields.hexes("world", 16),
             group=fields.text("group"),
             rank=fields.integer("rank"),
             node=fields.text("node"),
             node_of_rank=fields.texts("node_of_rank"),
             model=fields.text("model"),
-            layers=fields.integer("layers", 1),
-            experts=fields.integer("experts", 1),
-            top_k=fields.integer("top_k", 1),
-            slots=fields.integer("slots", 1),
-            cells=fields.integer("cells", 1),
+            layers=fields.integer("layers", low=1),
+            experts=fields.integer("experts", low=1),
+            top_k=fields.integer("top_k", low=1),
+            slots=fields.integer("slots", low=1),
+            cells=fields.integer("cells", low=1),
             cells_free=fields.integer("cells_free"),
-            bundle_bytes=fields.integer("bundle_bytes", 1),
+            bundle_bytes=fields.integer("bundle_bytes", low=1),
             capabilities=Capabilities(
                 can.flag("weighted_shares"),
                 can.flag("free_slot_order"),
                 can.flag("live_apply"),
                 can.flag("phases_known"),
             ),
-            digest=fields.text("digest"),
-            epoch=fields.integer_or_none("epoch"),
-            manifest_digest=fields.text("manifest_digest"),
+            digest=fields.hexes("digest", 16),
+            epoch=fields.maybe("epoch", fields.integer),
+            manifest_digest=fields.hexes("manifest_digest", 16),
             transfer_address=fields.text("transfer_address"),
-            step=fields.integer("step", -1),
+            step=fields.integer("step", low=-1),
         )
 
 
@@ -218,14 +211,14 @@ class ManifestReply:
 
     @staticmethod
     def from_json(value: object) -> ManifestReply:
-        fields = Fields(value, "manifest")
-        specs = []
-        for item in fields.items("tensors"):
-            spec = Fields(item, "manifest.tensors")
-            shape = tuple(as_integer(size, "manifest.tensors.shape", 1) for size in spec.items("shape"))
-            specs.append(TensorSpec(spec.text("name"), spec.text("dtype"), shape))
-        rows = [Fields({"row": row}, "manifest.digests").texts("row") for row in fields.items("digests")]
-        return ManifestReply(BundleManifest(tuple(specs)), tuple(rows))
+        fields = Fields(value, "manifest", MessageError)
+        specs = tuple(
+            TensorSpec(spec.text("name"), spec.text("dtype"), spec.integers("shape", low=1, most=8))
+            for spec in fields.objects("tensors")
+        )
+        rows = fields.items("digests")
+        digests = tuple(Fields({"row": row}, "manifest.digests", MessageError).texts("row") for row in rows)
+        return ManifestReply(BundleManifest(specs), digests)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,11 +240,13 @@ class PlacementReply:
 
     @staticmethod
     def from_json(value: object) -> PlacementReply:
-        fields = Fields(value, "placement")
-        shares = fields.numbers_2d_or_none("shares")
-        if shares is None:
-            raise MessageError("placement.shares must be a table")
-        return PlacementReply(fields.text("digest"), fields.integer_or_none("epoch"), fields.integers_2d("p2l"), shares)
+        fields = Fields(value, "placement", MessageError)
+        return PlacementReply(
+            fields.hexes("digest", 16),
+            fields.maybe("epoch", fields.integer),
+            read_int_table(fields, "p2l"),
+            read_table(fields, "shares"),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,8 +268,8 @@ class StageCommand:
 
     def to_json(self) -> Json:
         return {
-            "identity": identity_to_json(self.identity),
-            "leader_epoch": leader_epoch_to_json(self.leader_epoch),
+            "identity": self.identity.to_json(),
+            "leader_epoch": self.leader_epoch.to_json(),
             "base_digest": self.base_digest,
             "changes": [[c.layer, c.slot, c.expert] for c in self.changes],
             "shares": None if self.shares is None else self.shares.tolist(),
@@ -287,26 +282,32 @@ class StageCommand:
 
     @staticmethod
     def from_json(value: object) -> StageCommand:
-        fields = Fields(value, "stage")
+        fields = Fields(value, "stage", MessageError)
         loads = []
-        for item in fields.items("loads"):
-            load = Fields(item, "stage.loads")
-            numbers = (load.integer(key, 0, 2**31) for key in ("layer", "slot", "expert", "source_rank"))
+        for load in fields.objects("loads"):
+            numbers = (load.integer(name, high=2**31 - 1) for name in ("layer", "slot", "expert", "source_rank"))
             loads.append(Load(*numbers))
+        changes = []
+        for row in fields.items("changes"):
+            entry = Fields({"row": row}, "stage.changes", MessageError).integers("row", low=-1, high=2**31 - 1)
+            if len(entry) != 3:
+                raise fields.wrong("changes", f"needs [layer, slot, expert], got {list(entry)}")
+            changes.append(Change(*entry))
         peers: dict[int, str] = {}
-        for name, address in fields.pairs("peers"):
-            if not name.isdecimal() or not isinstance(address, str):
-                raise MessageError(f"stage.peers maps ranks to addresses, got {name!r}: {address!r}")
+        addresses = fields.value("peers")
+        for name, address in addresses.items() if isinstance(addresses, dict) else [("", addresses)]:
+            if not (isinstance(name, str) and name.isdecimal() and isinstance(address, str)):
+                raise fields.wrong("peers", f"must map ranks to addresses, got {name!r}: {address!r}")
             peers[int(name)] = address
         return StageCommand(
-            identity=identity_from_json(fields.nested("identity")),
-            leader_epoch=leader_epoch_from_json(fields.nested("leader_epoch")),
-            base_digest=fields.text("base_digest"),
-            changes=tuple(Change(*as_integers(row, 3, "stage.changes", -1)) for row in fields.items("changes")),
-            shares=fields.numbers_2d_or_none("shares"),
+            identity=Identity.read(fields.within("identity")),
+            leader_epoch=LeaderEpoch.read(fields.within("leader_epoch")),
+            base_digest=fields.hexes("base_digest", 16),
+            changes=tuple(changes),
+            shares=fields.maybe("shares", lambda name: read_table(fields, name)),
             loads=tuple(loads),
             peers=peers,
-            bytes_per_s=fields.number_or_none("bytes_per_s"),
+            bytes_per_s=fields.maybe("bytes_per_s", lambda name: fields.number(name, low=1.0)),
         )
 
 
@@ -331,7 +332,7 @@ class Staged:
 
     def to_json(self) -> Json:
         return {
-            "identity": identity_to_json(self.identity),
+            "identity": self.identity.to_json(),
             "state": self.state.value,
             "done": self.done,
             "total": self.total,
@@ -342,12 +343,12 @@ class Staged:
     @staticmethod
     def from_json(fields: Fields) -> Staged:
         return Staged(
-            identity_from_json(fields.nested("identity")),
+            Identity.read(fields.within("identity")),
             fields.choice("state", StagedState),
             fields.integer("done"),
             fields.integer("total"),
             fields.integer("bytes"),
-            fields.text_or_none("reason"),
+            fields.maybe("reason", fields.text),
         )
 
 
@@ -377,10 +378,10 @@ class RankStatus:
             "rank": self.rank,
             "step": self.step,
             "live": {"epoch": self.live.epoch, "digest": self.live.digest},
-            "leader_epoch": None if self.leader_epoch is None else leader_epoch_to_json(self.leader_epoch),
-            "armed": None if self.armed is None else identity_to_json(self.armed),
+            "leader_epoch": None if self.leader_epoch is None else self.leader_epoch.to_json(),
+            "armed": None if self.armed is None else self.armed.to_json(),
             "staged": None if self.staged is None else self.staged.to_json(),
-            "last_switched": None if self.last_switched is None else identity_to_json(self.last_switched),
+            "last_switched": None if self.last_switched is None else self.last_switched.to_json(),
             "last_step_under_old": self.last_step_under_old,
             "clean": self.clean,
             "cells_free": self.cells_free,
@@ -389,22 +390,18 @@ class RankStatus:
 
     @staticmethod
     def from_json(value: object) -> RankStatus:
-        fields = Fields(value, "status")
-        live = fields.nested("live")
-        leader = fields.nested_or_none("leader_epoch")
-        armed = fields.nested_or_none("armed")
-        staged = fields.nested_or_none("staged")
-        last = fields.nested_or_none("last_switched")
+        fields = Fields(value, "status", MessageError)
+        live = fields.within("live")
         return RankStatus(
-            world=fields.text("world"),
+            world=fields.hexes("world", 16),
             rank=fields.integer("rank"),
-            step=fields.integer("step", -1),
-            live=Live(live.integer_or_none("epoch"), live.text("digest")),
-            leader_epoch=None if leader is None else leader_epoch_from_json(leader),
-            armed=None if armed is None else identity_from_json(armed),
-            staged=None if staged is None else Staged.from_json(staged),
-            last_switched=None if last is None else identity_from_json(last),
-            last_step_under_old=fields.integer_or_none("last_step_under_old", -1),
+            step=fields.integer("step", low=-1),
+            live=Live(live.maybe("epoch", live.integer), live.hexes("digest", 16)),
+            leader_epoch=fields.maybe("leader_epoch", lambda name: LeaderEpoch.read(fields.within(name))),
+            armed=fields.maybe("armed", lambda name: Identity.read(fields.within(name))),
+            staged=fields.maybe("staged", lambda name: Staged.from_json(fields.within(name))),
+            last_switched=fields.maybe("last_switched", lambda name: Identity.read(fields.within(name))),
+            last_step_under_old=fields.maybe("last_step_under_old", lambda name: fields.integer(name, low=-1)),
             clean=fields.flag("clean"),
             cells_free=fields.integer("cells_free"),
             cells_retired=fields.integer("cells_retired"),
