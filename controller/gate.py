@@ -1,0 +1,114 @@
+"""Is a change worth it? Predicted gain against cost, with hysteresis, and confirmed on traffic that came after it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from controller.costs import Hardware, hardware_named, layer_s
+from controller.observe import balancedness, mean_balancedness
+from controller.planner import transfer_seconds
+from controller.settings import GroupSettings
+from controller.solver import Problem
+from eplane.load import FloatLoad
+from eplane.placement import FloatTable, Placement
+from eplane.plan import Prediction, WavePlan
+from eplane.topology import World
+
+# A confirmed gain may be smaller than the promised one, but not by more than this part.
+CONFIRM_PART = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a change is worth on one load. `part`: of the predicted step time that is saved; seconds over the horizon."""
+
+    act: bool
+    part: float
+    balancedness_before: float
+    balancedness_after: float
+    gain_s: float
+    cost_s: float
+    sentence: str
+
+    def prediction(self, waves: Sequence[WavePlan]) -> Prediction:
+        return Prediction(
+            self.balancedness_before,
+            self.balancedness_after,
+            self.gain_s,
+            self.cost_s,
+            sum(wave.bytes for wave in waves),
+            sum(len(wave.loads) for wave in waves),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """A placement and how its tokens are split."""
+
+    placement: Placement
+    shares: FloatTable
+
+
+def estimate(
+    world: World, load: FloatLoad, before: Split, after: Split, waves: Sequence[WavePlan], settings: GroupSettings
+) -> Estimate:
+    """Judge the change on `load [L, E]`.
+
+    The gain is the saved part of the predicted step time over the horizon: with the preset `demo` each rank counts as a
+    device of its own, so the part is that of the tokens of the fullest ranks. The cost is the time that bundles travel,
+    times the part of serving that travelling disturbs.
+    """
+    hardware = hardware_named(settings.hardware)
+    slow, fast = (predicted_s(world, load, split, hardware) for split in (before, after))
+    part = (slow - fast) / slow if slow > 0 else 0.0
+    gain_s = part * settings.horizon_s
+    cost_s = travel_s(world, waves, hardware, settings.bytes_per_s) * settings.interference
+    was, becomes = (level(load, split) for split in (before, after))
+    act, why = _weigh(part, gain_s, cost_s, settings)
+    note = " (preset demo: each rank taken as a device of its own)" if settings.hardware == "demo" else ""
+    sentence = f"{why}: balancedness {was:.3f} to {becomes:.3f}, {part:.1%} of the step time{note}"
+    return Estimate(act, part, was, becomes, gain_s, cost_s, sentence)
+
+
+def _weigh(part: float, gain_s: float, cost_s: float, settings: GroupSettings) -> tuple[bool, str]:
+    if not np.isfinite([part, gain_s, cost_s]).all():
+        return False, "the predicted times are not finite"
+    if part < settings.min_gain or part <= 0:
+        return False, f"not worth it, less than {settings.min_gain:.1%} would be saved"
+    if gain_s <= cost_s:
+        return False, f"not worth it, {gain_s:.2g} s saved in {settings.horizon_s:g} s for {cost_s:.2g} s of disturbance"
+    return True, f"worth it, {gain_s:.2g} s saved in {settings.horizon_s:g} s for {cost_s:.2g} s of disturbance"
+
+
+def confirmed(promised: Estimate, later: Estimate, settings: GroupSettings) -> bool:
+    """Whether a change found on older traffic also pays on traffic that came after: the guard against fitting noise."""
+    return later.part >= max(settings.min_gain, 0.0) * CONFIRM_PART and later.part >= promised.part * (1 - CONFIRM_PART)
+
+
+def level(load: FloatLoad, split: Split) -> float:
+    """Balancedness of `load` under a placement, averaged over the layers with tokens; 1 without any."""
+    found = mean_balancedness(balancedness(split.placement.rank_load(load, split.shares)))
+    return 1.0 if found is None else found
+
+
+def predicted_s(world: World, load: FloatLoad, split: Split, hardware: Hardware) -> float:
+    """Predicted seconds of all MoE layers of one step."""
+    number = {node: i for i, node in enumerate(world.nodes)}
+    problem = Problem.of(
+        load,
+        world.ranks,
+        world.slots,
+        node_of_rank=[number[node] for node in world.node_of_rank],
+        bundle_bytes=world.shape.bundle_bytes,
+    )
+    return float(layer_s(problem, load, split.placement.p2l, split.shares, hardware).sum())
+
+
+def travel_s(world: World, waves: Sequence[WavePlan], hardware: Hardware, bytes_per_s: float | None) -> float:
+    """Seconds in which bundles travel: over the slower links where there are several nodes, or as the rate limit allows."""
+    link = hardware.far_s if len(world.nodes) > 1 else hardware.near_s
+    rate = link if bytes_per_s is None else min(link, bytes_per_s)
+    return sum(transfer_seconds(wave, world.slots, world.shape.bundle_bytes, rate) for wave in waves)
