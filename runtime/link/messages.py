@@ -281,8 +281,7 @@ class StageCommand:
         }
 
     @staticmethod
-    def from_json(value: object) -> StageCommand:
-        fields = Fields(value, "stage", MessageError)
+    def read(fields: Fields) -> StageCommand:
         loads = []
         for load in fields.objects("loads"):
             numbers = (load.integer(name, high=2**31 - 1) for name in ("layer", "slot", "expert", "source_rank"))
