@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -114,6 +115,12 @@ class Fields:
     def within(self, name: str) -> Fields:
         return Fields(self.value(name), self.path(name), self.refuse)
 
+    def replaced(self, name: str, value: object) -> Fields:
+        """The same object with `value` for `name`; what was read stays read."""
+        other = Fields({**self._data, name: value}, self._path, self.refuse)
+        other._known = self._known
+        return other
+
     def items(self, name: str, *, most: int = 1 << 20) -> Sequence[object]:
         found = self.value(name)
         if not isinstance(found, list | tuple):
@@ -138,6 +145,14 @@ class Fields:
     def objects(self, name: str, *, most: int = 1 << 16) -> tuple[Fields, ...]:
         found = self.items(name, most=most)
         return tuple(Fields(item, f"{self.path(name)}[{at}]", self.refuse) for at, item in enumerate(found))
+
+    def counts(self, name: str, *, most: int = 1 << 16) -> Mapping[str, int]:
+        """An object of whole numbers that are not negative, by name."""
+        found = self.value(name)
+        if not isinstance(found, Mapping) or len(found) > most:
+            raise self.wrong(name, f"must be an object of at most {most} numbers")
+        result = {str(key): self._integer(item, f"{name}.{key!s:.60}", 0, MAX_INT) for key, item in found.items()}
+        return MappingProxyType(result)
 
     def packed(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """An int32 array written by `pack`, of exactly `shape`; -1 in `shape` leaves that length open."""
