@@ -181,7 +181,6 @@ def _fortunes(old: bool) -> Iterator[Document]:
                 yield Document("old-chinese" if old else "fortunes-zh", f"{name}-{number}", text + "\n")
 
 
-MANY = "GFDL-1.2+ and GPL-2+"
 SOURCES: tuple[Source, ...] = (
     Source("python-stdlib", "python", "the Python that runs the training", "PSF-2.0", 8_000_000, True, _python),
     Source("bible-kjv", "english", "Debian bible-kjv", "public domain (1611)", 2_500_000, True, _bible),
@@ -243,7 +242,7 @@ SOURCES: tuple[Source, ...] = (
         "manpages-zh",
         "chinese",
         "Debian manpages-zh",
-        MANY,
+        "GFDL-1.2+, GPL-2+",
         1_200_000,
         False,
         lambda: _man_pages("manpages-zh", _MAN / "zh_CN", ("man1", "man2", "man5", "man7", "man8")),

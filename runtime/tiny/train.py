@@ -115,26 +115,29 @@ class Trainer:
         balance = torch.stack(
             [layer_balance(logits, self.model.num_experts_per_tok) for logits in result.router_logits]
         )
-        (entropy + self.recipe.aux_loss * balance.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         loss = float(entropy.detach())
         if not math.isfinite(loss):
             raise TrainingRefused(f"the loss is {loss} at step {self.progress.step}: lower --rate")
+        total: Any = entropy + self.recipe.aux_loss * balance.sum()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.seconds += time.monotonic() - started
         return loss, float(balance.detach().mean())
 
     def save(self) -> None:
-        """State and model, each complete or absent: ``state.json`` is replaced last and names the tensors' file."""
+        """State, then model. Every file is replaced whole; ``state.json`` comes last and names the tensors' file."""
         self.out.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{name}": value.detach().contiguous() for name, value in self.model.named_parameters()}
         for name, value in self.model.named_parameters():
             for key, moment in self.optimizer.state.get(value, {}).items():
                 tensors[f"adam.{name}.{key}"] = moment.contiguous()
         state_file = f"state-{self.progress.step}.safetensors"
-        save_file(tensors, self.out / state_file)
+        partial = self.out / "state.partial"
+        save_file(tensors, partial)
+        os.replace(partial, self.out / state_file)
         record = {
             "file": state_file,
             "step": self.progress.step,
@@ -142,7 +145,6 @@ class Trainer:
             "recipe": asdict(self.recipe),
             "data": self.digest,
         }
-        partial = self.out / (STATE + ".partial")
         partial.write_text(json.dumps(record, indent=2) + "\n")
         os.replace(partial, self.out / STATE)
         for old in self.out.glob("state-*.safetensors"):
@@ -154,8 +156,13 @@ class Trainer:
         """The model as ``transformers`` stores it, in bf16; the training model itself stays in fp32."""
         copy: Any = build_model(self.model.config, self.recipe.seed)
         copy.load_state_dict(self.model.state_dict())
-        copy.to(torch.bfloat16).save_pretrained(folder)
-        (folder / "model.safetensors").chmod(0o644)
+        partial = self.out / "model.partial"
+        copy.to(torch.bfloat16).save_pretrained(partial)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in partial.iterdir():
+            file.chmod(0o644)
+            os.replace(file, folder / file.name)
+        partial.rmdir()
 
     def load(self) -> None:
         try:
