@@ -12,7 +12,7 @@ from eplane.errors import LinkError, LinkRefused
 from eplane.placement import FloatTable
 from eplane.plan import LeaderEpoch
 from runtime.link.client import LinkClient
-from runtime.link.messages import Describe, RankStatus
+from runtime.link.messages import Describe, PlacementReply, RankStatus
 
 log = logging.getLogger("eplane.agent")
 LINK_ERRORS = (LinkError, OSError, TimeoutError)
@@ -107,6 +107,16 @@ class Links:
             except LINK_ERRORS as error:
                 await self.drop(rank, error)
         return result
+
+    async def placement(self) -> PlacementReply | None:
+        """The table that this node's ranks serve, as the first of them that answers says it."""
+        for rank, link in list(self._links.items()):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await link.client.placement()
+            except LINK_ERRORS as error:
+                await self.drop(rank, error)
+        return None
 
     async def hint(self, digest: str, shares: FloatTable) -> None:
         """Hand shares to every rank. Each drops them unless `digest` is what it serves, so a late hint is harmless."""

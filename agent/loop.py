@@ -15,7 +15,7 @@ from agent.heartbeat import Heartbeat
 from agent.links import Links
 from agent.mover import Mover
 from agent.orders import Orders
-from agent.reporter import Reporter
+from agent.reporter import About, Reporter
 from agent.settings import AgentSettings
 from eplane.clock import Clock
 
@@ -59,9 +59,10 @@ class AgentLoop:
         await self._heartbeat.tell(world, statuses)
         if leader is None or world is None:
             return
-        describes = await self._links.describe() if self._reporter.wants_describe(leader) else []
-        replay = self._collector.replay()
-        shares = await self._reporter.report(leader, world, replay, describes, tuple(statuses.values()))
+        about = None
+        if self._reporter.wants_describe(leader):
+            about = About(await self._links.describe(), await self._links.placement())
+        shares = await self._reporter.report(leader, world, self._collector.replay(), about, tuple(statuses.values()))
         if shares is not None:
             await self._links.hint(shares.digest, shares.shares)
 

@@ -15,7 +15,7 @@ from eplane.errors import FieldError, LinkError
 from eplane.fields import Fields
 from eplane.load import LoadReport, SubWindow
 from eplane.placement import FloatTable
-from runtime.link.messages import Describe, RankStatus, read_table
+from runtime.link.messages import Describe, PlacementReply, RankStatus, read_table
 
 log = logging.getLogger("eplane.agent")
 FIRST_BACKOFF_S = 0.2
@@ -36,6 +36,14 @@ class Shares:
 
     digest: str
     shares: FloatTable
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a leader must know of this node's ranks before it can adopt or plan: who they are, and their table."""
+
+    describes: Sequence[Describe]
+    placement: PlacementReply | None
 
 
 class Reporter:
@@ -77,7 +85,7 @@ class Reporter:
         leader: Leader,
         world: str,
         replay: Sequence[SubWindow],
-        describes: Sequence[Describe],
+        about: About | None,
         statuses: Sequence[RankStatus],
     ) -> Shares | None:
         """Tell `leader` what is queued. A failure keeps the queue and waits longer before the next try."""
@@ -91,7 +99,8 @@ class Reporter:
         report = LoadReport(self._settings.group, self._settings.node, self._incarnation, world, tuple(sending))
         body = {
             "report": report.to_json(),
-            "describe": [describe.to_json() for describe in describes],
+            "describe": [] if about is None else [describe.to_json() for describe in about.describes],
+            "placement": None if about is None or about.placement is None else about.placement.to_json(),
             "statuses": [status.to_json() for status in statuses],
         }
         url = f"{leader.url}/v1/groups/{self._settings.group}/reports"
@@ -105,7 +114,7 @@ class Reporter:
         self._queue.clear()
         self._backoff_s = FIRST_BACKOFF_S
         self._told = leader
-        if describes:
+        if about is not None:
             self._described_at = self._monotonic()
         return shares
 
