@@ -100,6 +100,8 @@ class LeaseKeeper:
                 continue
             asked_at = self._clock.monotonic()
             if asked_at >= self.surely_lost_at:
+                # Lost is final: the store may still renew the lease, but its holder was told that it is gone.
+                self.lost.set()
                 return
             try:
                 left = await self._store.lease_keepalive(lease)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 from etcd3 import etcdrpc
 
-from eplane.errors import Compacted, HistoryLost, StoreDenied, StoreError, StoreUnavailable
+from eplane.errors import Compacted, HistoryLost, StoreDenied, StoreUnavailable
 from eplane.store.base import Batch
-from eplane.store.etcd_peers import Peer, Peers
+from eplane.store.etcd_peers import Peer
 from eplane.store.etcd_wire import Message, changes, prefix_range
 from eplane.store.once import Unanswered
 
@@ -25,8 +25,8 @@ _STOOD_S = 5.0
 
 
 class EtcdWatch:
-    """After a break it goes on at the last delivered event's mod_revision + 1: the revision
-    in a reply's header runs ahead of the events that were delivered, and going on from there loses some."""
+    """After a break it goes on at the last delivered event's mod_revision + 1: the revision in a reply's header runs ahead of
+    the events that were delivered, and going on from there loses some."""
 
     def __init__(self, store: EtcdStore, prefix: str, from_revision: int) -> None:
         self._store = store
@@ -34,9 +34,9 @@ class EtcdWatch:
         self._next = from_revision
         # The one that `from_revision` was read from.
         self._cluster = store.cluster_id
-        self._peer: Peer | None = None
         self._call: Any = None
-        self._reading: asyncio.Task[Message] | None = None
+        self._peer: Peer | None = None
+        self._step: asyncio.Task[Batch | None] | None = None
         self._breaks = 0
         self._refusals = 0
         self._broken_at: float | None = time.monotonic()
@@ -52,65 +52,83 @@ class EtcdWatch:
         return self
 
     async def __anext__(self) -> Batch:
-        while True:
-            if self._closed or self._store.closed:
-                raise StopAsyncIteration
-            try:
-                if self._call is None:
-                    await self._open()
-                batch = self._take(await self._read(None))
-            except StoreUnavailable:
-                await self._break()
+        while not (self._closed or self._store.closed):
+            if self._step is None:
+                # A task of its own: cancelling who waits must not end the stream, nor lose what is read.
+                self._step = asyncio.create_task(self._advance())
+                self._step.add_done_callback(self._ended)
+            step = self._step
+            await asyncio.wait({step})
+            if self._step is step:
+                self._step = None
+            if step.cancelled():
                 continue
-            except StoreError:
-                await self._drop()
-                raise
+            try:
+                batch = step.result()
+            except StoreUnavailable:
+                await self._pause()
+                continue
             if batch is not None:
                 return batch
+        raise StopAsyncIteration
+
+    async def _advance(self) -> Batch | None:
+        """One message. Whatever fails, the next begins with a new stream."""
+        try:
+            if self._call is None:
+                await self._open()
+            return self._take(await self._read())
+        except BaseException:
+            self._drop()
+            raise
 
     async def _open(self) -> None:
         start, end = prefix_range(self._prefix)
-        # A store that was wiped or restored would let us wait in silence until it reaches our revision again.
-        header = await self._store.header(start)
+        peer = self._peer = self._store.current_peer()
+        metadata = await self._store.metadata(peer)
+        create = etcdrpc.WatchCreateRequest(key=start, range_end=end, start_revision=self._next, progress_notify=True)
+        self._call = peer.watch.Watch(metadata=metadata)
+        try:
+            async with asyncio.timeout(self._store.call_timeout_s):
+                with self._store.peers.answers(peer):
+                    await self._call.write(etcdrpc.WatchRequest(create_request=create))
+                # A request with a stale token gets no reply at all from some servers.
+                reply = await self._read()
+        except TimeoutError as error:
+            self._store.peers.leave(peer)
+            self._store.forget_login()
+            raise Unanswered(f"etcd at {peer.address}: no answer to a watch request") from error
+        self._take(reply)
+        await self._check_history(start)
+        self._broken_at, self._opened_at = None, time.monotonic()
+
+    async def _check_history(self, key: bytes) -> None:
+        """A store that was wiped or restored would let us wait in silence until it reaches our revision again.
+
+        Asked after the stream stands: asked before, the store could be wiped in between.
+        """
+        header = await self._store.header(key)
         if self._cluster not in (0, header.cluster_id):
             raise HistoryLost(f"{self._prefix}: another etcd cluster answers", header.revision)
         self._cluster = header.cluster_id
         if header.revision + 1 < self._next:
             told = f"{self._prefix}: the store is at revision {header.revision}, before {self._next}"
             raise HistoryLost(told, header.revision)
-        peer = self._peer = self._store.current_peer()
-        metadata = await self._store.metadata(peer)
-        create = etcdrpc.WatchCreateRequest(key=start, range_end=end, start_revision=self._next, progress_notify=True)
-        call = self._call = peer.watch.Watch(metadata=metadata)
-        with self._store.peers.answers(peer):
-            await call.write(etcdrpc.WatchRequest(create_request=create))
-        # A request with a stale token gets no reply at all from some servers.
-        reply = await self._read(self._store.call_timeout_s)
-        self._take(reply)
-        if not reply.created:
-            raise Unanswered(f"etcd at {peer.address}: no answer to a watch request")
 
-    async def _read(self, timeout_s: float | None) -> Message:
-        """One reply. The read goes on in a task of its own, as cancelling a read would end the stream."""
-        if self._reading is None:
-            if self._call is None or self._peer is None:
-                raise Unanswered("the watch was closed")
-            self._reading = asyncio.create_task(_read_one(self._store.peers, self._peer, self._call))
-            self._reading.add_done_callback(self._ended)
-        reading = self._reading
-        done, _ = await asyncio.wait({reading}, timeout=timeout_s)
-        if not done:
-            raise Unanswered("no answer to a watch request")
-        self._reading = None
-        return reading.result()
+    async def _read(self) -> Message:
+        if self._call is None or self._peer is None:
+            raise Unanswered("the watch was closed")
+        with self._store.peers.answers(self._peer):
+            reply = await self._call.read()
+        if reply is grpc.aio.EOF:
+            raise Unanswered(f"etcd at {self._peer.address}: the watch ended")
+        return reply
 
     def _take(self, reply: Message) -> Batch | None:
         if reply.compact_revision:
             raise Compacted(f"{self._prefix}: revision {self._next} is compacted", reply.compact_revision)
         if reply.canceled:
             self._refused(reply.cancel_reason)
-        if reply.created:
-            self._broken_at, self._opened_at = None, time.monotonic()
         if not reply.events:
             return None
         revision = max(event.kv.mod_revision for event in reply.events)
@@ -119,47 +137,33 @@ class EtcdWatch:
         return Batch(revision, seen) if seen else None
 
     def _refused(self, reason: str) -> None:
-        """etcd says why it ends a watch only here, also when the token ran out: log in again, and give up if that does not help."""
+        """etcd says why it ends a watch only here, also when the token ran out: log in again, and give up if that is no help."""
         self._refusals += 1
         self._store.forget_login()
         if self._refusals >= _REFUSALS:
             raise StoreDenied(f"etcd refuses to watch {self._prefix}: {reason}")
         raise Unanswered(f"etcd ended the watch of {self._prefix}: {reason}")
 
-    async def _break(self) -> None:
-        self._broke()
-        await self._drop()
+    async def _pause(self) -> None:
         self._breaks += 1
         await asyncio.sleep(random.uniform(0.0, min(0.5, 0.02 * 2.0 ** min(self._breaks, 8))))
 
-    def _broke(self) -> None:
-        if self._broken_at is None:
+    def _ended(self, step: asyncio.Task[Batch | None]) -> None:
+        """A break is noted when it happens, whether somebody waits on the watch or not."""
+        if (step.cancelled() or step.exception() is not None) and self._broken_at is None:
             self._broken_at = time.monotonic()
             if self._broken_at - self._opened_at > _STOOD_S:
                 self._breaks = self._refusals = 0
 
-    def _ended(self, reading: asyncio.Task[Message]) -> None:
-        """Noted when it happens, whether somebody waits on the watch or not."""
-        if reading.cancelled() or reading.exception() is not None:
-            self._broke()
-
-    async def _drop(self) -> None:
+    def _drop(self) -> None:
         call, self._call = self._call, None
-        reading, self._reading = self._reading, None
         if call is not None:
             call.cancel()
-        if reading is not None:
-            await asyncio.wait({reading})
-            _ = reading.cancelled() or reading.exception()
 
     async def aclose(self) -> None:
         self._closed = True
-        await self._drop()
-
-
-async def _read_one(peers: Peers, peer: Peer, call: Any) -> Message:
-    with peers.answers(peer):
-        reply = await call.read()
-    if reply is grpc.aio.EOF:
-        raise Unanswered(f"etcd at {peer.address}: the watch ended")
-    return reply
+        step, self._step = self._step, None
+        if step is not None:
+            step.cancel()
+            await asyncio.wait({step})
+        self._drop()
