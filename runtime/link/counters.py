@@ -180,7 +180,7 @@ class CounterReader:
             mapped.close()
             raise CounterError(f"{self._path} is no counters file of this version")
         self.close()
-        changed = world.decode("ascii") != self.world
+        changed: bool = world.decode("ascii") != self.world
         self._map, self._inode, self.world = mapped, inode, world.decode("ascii")
         self.rank, self.layers, self.slots, self.window_steps = rank, layers, slots, window_steps
         self._memory.clear()

@@ -43,7 +43,7 @@ class LinkServer:
         self._superseded: OrderedDict[str, None] = OrderedDict()
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._connections: set[asyncio.StreamWriter] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._ready = threading.Event()
         self._path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -82,12 +82,16 @@ class LinkServer:
         self._ready.set()
         await self._stop.wait()
         server.close()
-        for writer in list(self._connections):
+        for writer in self._connections.values():
             writer.close()
+        if self._connections:  # They end by themselves now; a cancelled one would be reported as an error.
+            await asyncio.wait(list(self._connections), timeout=5.0)
         await server.wait_closed()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections.add(writer)
+        task = asyncio.current_task()
+        if task is not None:
+            self._connections[task] = writer
         try:
             while True:
                 head = await reader.readexactly(4)
@@ -101,7 +105,8 @@ class LinkServer:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             _log.debug("engine link %s: a connection ended: %s", self._path, error)
         finally:
-            self._connections.discard(writer)
+            if task is not None:
+                self._connections.pop(task, None)
             writer.close()
 
     def _reply(self, body: bytes, writer: asyncio.StreamWriter) -> bytes:
