@@ -17,6 +17,16 @@ from eplane.store.memory import Fault, MemoryStore
 from eplane.store.once import Answer, Attempt, Unanswered
 
 
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for what some other task or process brings about."""
+    clock = SystemClock()
+    end = clock.monotonic() + seconds
+    while not condition():
+        if clock.monotonic() > end:
+            raise TimeoutError(f"not within {seconds} s")
+        await clock.sleep(0.02)
+
+
 class LossyEtcd(EtcdStore):
     """Loses the requests and replies of transactions by number, as `MemoryStore` does with its `Faults`."""
 
