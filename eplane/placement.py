@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,10 +35,15 @@ class Placement:
     experts: int
 
     def __post_init__(self) -> None:
-        table = np.ascontiguousarray(self.p2l, dtype=np.int32)
+        given = np.asarray(self.p2l)
+        if given.dtype.kind not in "iu":
+            raise PlacementError(f"a placement holds whole numbers, got {given.dtype}")
+        # Judged before it is narrowed, so that no number wraps into the range of the experts; copied, so that no one
+        # who still holds the given array can change the table.
+        _check(given, self.ranks, self.experts)
+        table = np.array(given, dtype=np.int32, order="C")
         table.setflags(write=False)
         object.__setattr__(self, "p2l", table)
-        _check(table, self.ranks, self.experts)
 
     @property
     def layers(self) -> int:
@@ -91,7 +97,8 @@ class Placement:
         split = self.even_shares() if shares is None else shares
         held = self.p2l >= 0
         per_slot = np.where(held, np.take_along_axis(weights, np.where(held, self.p2l, 0), axis=1) * split, 0.0)
-        return per_slot.reshape(self.layers, self.ranks, self.slots).sum(axis=2)
+        per_rank: FloatTable = per_slot.reshape(self.layers, self.ranks, self.slots).sum(axis=2)
+        return per_rank
 
     def delta(self, target: Placement) -> tuple[Change, ...]:
         """The slots that differ in `target`, ascending by (layer, slot)."""
@@ -185,7 +192,7 @@ def check_shares(placement: Placement, shares: FloatTable) -> FloatTable:
     return table
 
 
-def _check(table: IntTable, ranks: int, experts: int) -> None:
+def _check(table: NDArray[np.integer[Any]], ranks: int, experts: int) -> None:
     if table.ndim != 2 or ranks < 1 or table.shape[0] < 1 or table.shape[1] < 1 or table.shape[1] % ranks:
         raise PlacementError(f"a placement needs shape [layers, ranks * slots], got {table.shape} for {ranks} ranks")
     if int(table.min()) < EMPTY or int(table.max()) >= experts:
