@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eplane.errors import CounterError
+from eplane.errors import CounterError, LoadReportError
 from eplane.load import SubWindow
 
 RING = 64
@@ -65,8 +65,8 @@ class CounterWriter:
             with fresh.open("wb") as file:
                 file.write(head + _CRC.pack(zlib.crc32(head)))
                 file.truncate(size)
-            self._file = fresh.open("r+b")
-            self._map = mmap.mmap(self._file.fileno(), size)
+            with fresh.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), size)
             # Renamed when complete: a reader sees the old world's file or the new one's, never half of one.
             fresh.rename(self._path)
         except OSError as error:
@@ -102,7 +102,6 @@ class CounterWriter:
 
     def close(self) -> None:
         self._map.close()
-        self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +130,8 @@ class CounterReader:
         self.window_steps = 0
         self.torn = 0
         """Entries that were found half written, even after waiting."""
+        self.overflowed = 0
+        """Windows over so long an absence that their counts do not fit a window."""
 
     def read_since(self, seq: int) -> list[SubWindow]:
         """The windows after `seq`, oldest first. Raises CounterError when there is no file, or not one of ours.
@@ -152,7 +153,11 @@ class CounterReader:
                 continue
             if snapshot.seq <= base.seq:
                 continue
-            result.append(self._difference(base, snapshot))
+            try:
+                result.append(self._difference(base, snapshot))
+            except LoadReportError:
+                # More than a window can tell (years of absence): the count starts anew from here.
+                self.overflowed += 1
             self._remember(snapshot)
             base = snapshot
         return result
@@ -172,6 +177,9 @@ class CounterReader:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise CounterError(f"there are no counters at {self._path}: {error}") from error
+        if len(mapped) < HEADER_BYTES:
+            mapped.close()
+            raise CounterError(f"{self._path} is no counters file: it is too short")
         head = mapped[: _HEAD.size]
         magic, world, rank, layers, slots, ring, window_steps = _HEAD.unpack(head)
         crc = _CRC.unpack(mapped[_HEAD.size : _HEAD.size + 4])[0]
@@ -180,7 +188,7 @@ class CounterReader:
             mapped.close()
             raise CounterError(f"{self._path} is no counters file of this version")
         self.close()
-        changed: bool = world.decode("ascii") != self.world
+        changed = self.world not in ("", world.decode("ascii"))
         self._map, self._inode, self.world = mapped, inode, world.decode("ascii")
         self.rank, self.layers, self.slots, self.window_steps = rank, layers, slots, window_steps
         self._memory.clear()

@@ -73,6 +73,7 @@ class LinkServer:
             _log.critical("the engine link at %s died: %s", self._path, error)
             self._on_death(error)
         finally:
+            self._listener.close()
             self._ready.set()
 
     async def _main(self) -> None:
