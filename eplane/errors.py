@@ -7,18 +7,7 @@ EPlaneError
 ├── TopologyError   a world or a model shape is impossible: correct the numbers (exit 2)
 ├── StoreError      the store said no; the kinds below say what to do
 │   ├── StoreUnavailable    no answer in time: try again later, serving goes on (exit 5)
-│   │   ├── BadInput        an argument, a file or an environment value cannot be used: correct what the sentence names (exit 2)
-├── CorpusMissing   no text of a domain on this machine to train or measure on: install a package it names (exit 2)
-├── TrainingRefused a training run cannot start or go on: its sentence says why (exit 2)
-├── BindRefused     an address beyond loopback without TLS and tokens: give both, or bind to loopback (exit 2)
-├── StackError      a process of the one-machine stack did not come up: read the log it names (exit 5)
-├── ApiProblem      the API answered a problem: `code` says which of the closed set (exit by code)
-├── NotFound        a group, plan, migration or epoch is not known: name one that is (exit 2)
-├── Invalid         a field of a request can not be used: correct the named field (exit 2)
-├── Conflict        the state is not what the request assumed: look again, then decide (exit 4)
-├── RefusedByGoal   a goal says no: the sentence names it and its reason (exit 3)
-├── NotLeader       another controller leads the group: send the change to its `url` (exit 5)
-└── OutcomeUnknown  a write may or may not be applied, now or later: read before writing again (exit 5)
+│   │   └── OutcomeUnknown  a write may or may not be applied, now or later: read before writing again (exit 5)
 │   ├── StoreClosed         used after close: a mistake in the caller's order of shutdown
 │   ├── StoreDenied         wrong user, password, certificate or role: correct the settings (exit 2)
 │   ├── StoreFull           the store's disk quota is used up: compact, defragment, disarm the alarm (exit 5)
@@ -29,6 +18,17 @@ EPlaneError
 │   ├── LeaseLost           the lease is gone and its keys with it: give up what it stood for
 │   └── Compacted           the revision is gone: list again and go on from there
 │       └── HistoryLost     the store is younger than what was read from it (wiped, restored): list again
+├── BadInput        an argument, a file or an environment value cannot be used: correct what the sentence names (exit 2)
+├── CorpusMissing   no text of a domain on this machine to train or measure on: install a package it names (exit 2)
+├── TrainingRefused a training run cannot start or go on: its sentence says why (exit 2)
+├── BindRefused     an address beyond loopback without TLS and tokens: give both, or bind to loopback (exit 2)
+├── StackError      a process of the one-machine stack did not come up: read the log it names (exit 5)
+├── ApiProblem      the API answered a problem: `code` says which of the closed set (exit by code)
+├── NotFound        a group, plan, migration or epoch is not known: name one that is (exit 2)
+├── Invalid         a field of a request can not be used: correct the named field (exit 2)
+├── Conflict        the state is not what the request assumed: look again, then decide (exit 4)
+├── RefusedByGoal   a goal says no: the sentence names it and its reason (exit 3)
+├── NotLeader       another controller leads the group: send the change to its `url` (exit 5)
 ├── CellError       a cell was asked for what its state does not allow: a mistake in the caller's order
 │   └── NoFreeCell          fewer free cells than asked for: wait for retired cells or plan a smaller wave
 ├── BundleMismatch  bytes are not the bundle they should be: fetch it again, from another source
