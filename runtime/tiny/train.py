@@ -49,7 +49,9 @@ class Recipe:
     warmup: int = 60
     weight_decay: float = 0.05
     aux_loss: float = 0.001
-    """Weight of each layer's load-balancing loss: small, so that experts specialise and real skew remains."""
+    """Weight of each layer's load-balancing loss during the first half: all experts of a layer find use."""
+    aux_loss_late: float = 0.0001
+    """The same in the second half: experts specialise, and the skew that comes of it remains."""
     layers: int = 8
     experts: int = 32
     seed: int = 17
@@ -100,6 +102,9 @@ class Trainer:
         cosine = 0.5 * (1.0 + math.cos(math.pi * self.done_share()))
         return self.recipe.rate * warm * (0.02 + 0.98 * cosine)
 
+    def balance_weight(self) -> float:
+        return self.recipe.aux_loss if self.done_share() < 0.5 else self.recipe.aux_loss_late
+
     def train_step(self) -> tuple[float, float]:
         """One optimiser step. Returns (cross entropy in nats a byte, mean over layers of their balance)."""
         started = time.monotonic()
@@ -118,7 +123,7 @@ class Trainer:
         loss = float(entropy.detach())
         if not math.isfinite(loss):
             raise TrainingRefused(f"the loss is {loss} at step {self.progress.step}: lower --rate")
-        total: Any = entropy + self.recipe.aux_loss * balance.sum()
+        total: Any = entropy + self.balance_weight() * balance.sum()
         total.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -235,7 +240,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=defaults.rows)
     parser.add_argument("--length", type=int, default=defaults.length, help="tokens a row")
     parser.add_argument("--rate", type=float, default=defaults.rate, help="peak learning rate")
-    parser.add_argument("--aux-loss", type=float, default=defaults.aux_loss, help="weight of load balancing")
+    parser.add_argument("--aux-loss", type=float, default=defaults.aux_loss, help="weight of balance, first half")
+    parser.add_argument("--aux-loss-late", type=float, default=defaults.aux_loss_late, help="the same, second half")
     parser.add_argument("--layers", type=int, default=defaults.layers)
     parser.add_argument("--experts", type=int, default=defaults.experts)
     parser.add_argument("--seed", type=int, default=defaults.seed)
@@ -254,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         length=args.length,
         rate=args.rate,
         aux_loss=args.aux_loss,
+        aux_loss_late=args.aux_loss_late,
         layers=args.layers,
         experts=args.experts,
         seed=args.seed,

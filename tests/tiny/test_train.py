@@ -114,11 +114,13 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
 
 def test_the_clock_ends_a_run_and_the_rate_falls(tmp_path: Path) -> None:
     trainer = Trainer(replace(RECIPE, steps=0, minutes=1.0), streams(), tmp_path)
-    rates = list[float]()
+    rates, weights = list[float](), list[float]()
     for step, seconds in ((0, 0.0), (1, 5.0), (2, 30.0), (3, 60.0)):
         trainer.progress.step, trainer.progress.seconds = step, seconds
         rates.append(trainer.rate())
+        weights.append(trainer.balance_weight())
     assert rates[0] < rates[1] > rates[2] > rates[3] > 0
+    assert weights == [RECIPE.aux_loss] * 2 + [RECIPE.aux_loss_late] * 2
     assert trainer.done_share() == 1.0
 
 
