@@ -38,6 +38,7 @@ class StackSettings:
     `spare_cells` counts the cells of a rank beyond layers x slots (None: the runtime's own default). A port of 0
     means any free one; several controllers and fronts take consecutive ports. `env` lays variables over the
     environment of the processes whose name starts with the key (`{"agent": {"EPLANE_CRASH": ...}}`).
+    `group_settings` are set through the API once a controller leads.
     `controller_options` and `runtime_options` are appended to the command lines as they are.
     """
 
@@ -60,6 +61,7 @@ class StackSettings:
     controller_port: int = 0
     http_port: int = 0
     env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    group_settings: Mapping[str, object] = field(default_factory=dict)
     controller_options: tuple[str, ...] = ()
     runtime_options: tuple[str, ...] = ()
     agents: bool = True
@@ -132,6 +134,7 @@ class Stack:
                 self._await(f"controller-{i}", f"{url}/health", ready_s)
             for node, url in zip(self.settings.node_names, self.runtime_urls, strict=True):
                 self._await(f"runtime-{node}", f"{url}/health", ready_s)
+            self._set_up_group(ready_s)
         except BaseException:
             self.stop()
             raise
@@ -277,6 +280,15 @@ class Stack:
                     f"{name} {how}\n{self.supervisor.log_tail(name)}\n(log: {self.supervisor.log_path(name)})"
                 )
             time.sleep(0.1)
+
+    def _set_up_group(self, limit_s: float) -> None:
+        if not self.settings.group_settings or not self.controller_urls:
+            return
+        from api.client import Client, ClientSettings, path_of
+
+        body = {"settings": dict(self.settings.group_settings), "reason": "given at the start of the stack"}
+        with Client(ClientSettings(self.controller_urls, patience_s=limit_s)) as client:
+            client.change("PATCH", path_of("v1", "groups", self.settings.group, "config"), body)
 
     def _take_run_dir(self) -> None:
         """One stack a run directory: a lock that the kernel frees with the process."""

@@ -1,0 +1,197 @@
+"""status, load, placement, nodes, goals, anomalies, history, explain, leader: everything that only looks."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from api.cli.output import bar, columns, facts, moment, number
+from api.cli.session import Session, connected
+
+
+@connected
+def status(
+    session: Session,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 1.0,
+) -> None:
+    """Mode, leader, epoch, balancedness, verdict, migration, nodes."""
+    if not watch:
+        session.emit(session.get("status"), status_table)
+        return
+    import sys
+
+    while True:
+        value = session.get("status")
+        if sys.stdout.isatty():
+            typer.echo("\x1b[H\x1b[2J", nl=False)
+        session.emit(value, status_table)
+        time.sleep(every)
+
+
+@connected
+def load(
+    session: Session,
+    layer: Annotated[int | None, typer.Option(min=0, help="Only this layer, rank by rank.")] = None,
+) -> None:
+    """Tokens per layer, expert and rank in the newest load window."""
+    value = session.get("load")
+    session.emit(value, load_table if layer is None else lambda v: layer_table(v, layer))
+
+
+@connected
+def placement(
+    session: Session,
+    epoch: Annotated[int | None, typer.Option(min=0, help="An earlier epoch; default: the live one.")] = None,
+    layer: Annotated[int | None, typer.Option(min=0, help="Only this layer.")] = None,
+) -> None:
+    """Which experts every rank holds, layer by layer."""
+    session.emit(session.get("placement", epoch=epoch), lambda v: placement_table(v, layer))
+
+
+@connected
+def nodes(session: Session) -> None:
+    """The nodes, their ranks and their agents."""
+    session.emit(session.get("nodes"), lambda v: rows_table(listed(v, "nodes")))
+
+
+@connected
+def goals(session: Session) -> None:
+    """The goals and what each says now."""
+    session.emit(session.get("goals"), lambda v: rows_table(listed(v, "goals")))
+
+
+@connected
+def anomalies(session: Session) -> None:
+    """What is not as it should be."""
+    session.emit(session.get("anomalies"), lambda v: rows_table(listed(v, "anomalies"), "nothing"))
+
+
+@connected
+def history(
+    session: Session, limit: Annotated[int, typer.Option(min=1, max=1000, help="How many epochs.")] = 20
+) -> None:
+    """The epochs, newest first: who made each, and why."""
+    session.emit(session.get("history", limit=limit), lambda v: rows_table(listed(v, "history", "epochs")))
+
+
+@connected
+def explain(
+    session: Session,
+    layer: Annotated[int, typer.Argument(min=0, help="MoE layer.")],
+    expert: Annotated[int, typer.Argument(min=0, help="Logical expert.")],
+) -> None:
+    """Why an expert lives where it does."""
+    session.emit(session.get("explain", layer=layer, expert=expert), lambda v: v.get("sentence") or facts(flat(v)))
+
+
+@connected
+def leader(session: Session) -> None:
+    """Which controller leads each group."""
+    session.emit(
+        session.read("/v1/leader"),
+        lambda v: columns(("GROUP", "LEADER"), [(g, one.get("url")) for g, one in v["groups"].items()]),
+    )
+
+
+# ---------------------------------------------------------------- the human forms
+
+
+def status_table(value: dict[str, Any]) -> str:
+    balance = value.get("balancedness") or {}
+    verdict = value.get("verdict") or {}
+    who = value.get("leader") or {}
+    world = value.get("world") or {}
+    text = facts(
+        (
+            ("group", value.get("group")),
+            ("mode", f"{value.get('mode')}{', PAUSED' if value.get('paused') else ''}"),
+            ("leader", f"{who.get('id')} at {who.get('url')}" if who else "none"),
+            ("world", world.get("world", world.get("id")) if world else "none"),
+            ("epoch", f"{value.get('epoch')} (placement {value.get('digest')})"),
+            ("balancedness", f"now {number(balance.get('now'))}, mean {number(balance.get('mean'))}"),
+            ("verdict", verdict.get("sentence")),
+            ("migration", _migration_line(value.get("migration"))),
+            ("agents", value.get("agents")),
+        )
+    )
+    rows = value.get("nodes") or []
+    return f"{text}\n\n{rows_table(rows)}" if rows else text
+
+
+def _migration_line(migration: dict[str, Any] | None) -> str:
+    if not migration:
+        return "none"
+    waves = migration.get("waves")
+    done = f", wave {migration.get('wave', '?')} of {len(waves) if isinstance(waves, list) else waves}" if waves else ""
+    return f"{migration.get('id')} {migration.get('state')}{done}"
+
+
+def load_table(value: dict[str, Any]) -> str:
+    by_rank: list[list[float]] = value.get("rank_load") or []
+    if not by_rank:
+        return "no load window yet"
+    rows = []
+    for index, ranks in enumerate(by_rank):
+        top, total = max(ranks), sum(ranks)
+        even = total / len(ranks) / top if top else None
+        rows.append((index, int(total), int(top), ranks.index(top), even, bar(even or 0.0)))
+    return columns(("LAYER", "TOKENS", "MOST ON A RANK", "RANK", "BALANCEDNESS", ""), rows)
+
+
+def layer_table(value: dict[str, Any], layer: int) -> str:
+    by_rank: list[list[float]] = value.get("rank_load") or []
+    if layer >= len(by_rank):
+        return f"no load of layer {layer}; there are {len(by_rank)} layers"
+    top = max(by_rank[layer]) or 1.0
+    return columns(("RANK", "TOKENS", ""), [(r, int(t), bar(t / top)) for r, t in enumerate(by_rank[layer])])
+
+
+def placement_table(value: dict[str, Any], layer: int | None) -> str:
+    table: list[list[int]] = value["p2l"]
+    ranks = int(value["ranks"])
+    rows = []
+    for index, row in enumerate(table):
+        if layer is None or index == layer:
+            slots = len(row) // ranks
+            for rank in range(ranks):
+                held = row[rank * slots : (rank + 1) * slots]
+                rows.append((index, rank, " ".join("." if e < 0 else str(e) for e in held)))
+    return f"epoch {value.get('epoch')}, digest {value.get('digest')}\n" + columns(("LAYER", "RANK", "EXPERTS"), rows)
+
+
+def listed(value: Any, *names: str) -> list[dict[str, Any]]:
+    """The list in an answer, bare or under one of `names`."""
+    if isinstance(value, list):
+        return value
+    for name in names:
+        if isinstance(value.get(name), list):
+            return list(value[name])
+    return []
+
+
+def rows_table(rows: list[dict[str, Any]], nothing: str = "none") -> str:
+    """Columns from rows of one shape; what is nested is counted or left to -o json."""
+    if not rows:
+        return nothing
+    heads = [key for key in rows[0] if not isinstance(rows[0][key], dict)]
+    return columns(
+        [h.upper().replace("_", " ") for h in heads], [[_cell(h, row.get(h)) for h in heads] for row in rows]
+    )
+
+
+def flat(value: dict[str, Any]) -> list[tuple[str, object]]:
+    return [(key.replace("_", " "), _cell(key, item)) for key, item in value.items()]
+
+
+def _cell(name: str, item: Any) -> object:
+    if name in ("at", "created_at", "since", "started_at", "ended_at") and isinstance(item, (int, float)):
+        return moment(item)
+    if isinstance(item, list):
+        simple = all(not isinstance(one, (list, dict)) for one in item)
+        return ",".join(str(one) for one in item) if simple and len(item) <= 16 else f"{len(item)} items"
+    if isinstance(item, dict):
+        return f"{len(item)} fields"
+    return item
