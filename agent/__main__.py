@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 async def serve(args: argparse.Namespace) -> int:
-    from agent.daemon import run
+    from agent.daemon import build
     from agent.settings import AgentSettings
     from eplane.store.etcd import EtcdStore
     from eplane.store.tls import TlsFiles
@@ -50,9 +51,16 @@ async def serve(args: argparse.Namespace) -> int:
     tls = TlsFiles(args.etcd_ca, args.etcd_cert, args.etcd_key) if args.etcd_ca else None
     store = EtcdStore(args.etcd.split(","), tls=tls)
     try:
-        return await run(settings, store)
+        return await build(settings, store).run(_told_to_stop())
     finally:
         await store.close()
+
+
+def _told_to_stop() -> asyncio.Event:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    return stop
 
 
 def main(argv: list[str] | None = None) -> int:

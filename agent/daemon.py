@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import signal
 from collections.abc import Awaitable, Callable
 
 from agent.collector import Collector
@@ -30,62 +29,82 @@ EXIT_OK = 0
 EXIT_PRESENCE_LOST = 75
 
 
-async def run(settings: AgentSettings, store: Store, clock: Clock | None = None) -> int:
-    """Run until SIGTERM, SIGINT (0) or until the presence key is lost (75: start me again)."""
-    clock = clock or SystemClock()
-    keys = GroupKeys(settings.group)
-    incarnation = secrets.token_hex(8)
-    heartbeat = Heartbeat(store, keys, settings.node, incarnation, settings.ttl_s, clock)
-    links = Links(settings.link_dir, incarnation, settings.request_timeout_s)
-    collector = Collector(settings.replay_windows)
-    reporter = Reporter(settings, incarnation, clock.monotonic)
-    mover = Mover(store, keys, settings.node, incarnation, settings.request_timeout_s, clock)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    try:
-        async with Mirror(store, keys.prefix, clock) as mirror:
-            await heartbeat.presence.claim()
-            log.info("agent of node %s in group %s, life %s", settings.node, settings.group, incarnation)
-            orders = Orders(mirror, keys, settings.node, (await store.status()).cluster_id)
-            agent = AgentLoop(settings, clock, orders, links, collector, heartbeat, reporter, mover)
-            return await _until_told(agent, heartbeat, stop)
-    finally:
-        await heartbeat.presence.leave()
-        await reporter.close()
-        await links.close()
-        collector.close()
+def build(settings: AgentSettings, store: Store, clock: Clock | None = None) -> Agent:
+    """A new life of the agent, with an incarnation of its own."""
+    return Agent(settings, store, secrets.token_hex(8), clock or SystemClock())
 
 
-async def _until_told(agent: AgentLoop, heartbeat: Heartbeat, stop: asyncio.Event) -> int:
-    """Both halves of the loop, and whatever may end them. The death of a half is the death of the agent."""
-    told = asyncio.create_task(stop.wait())
-    lost = asyncio.create_task(heartbeat.presence.lost.wait())
-    halves = [asyncio.create_task(_persist(run)) for run in (agent.run_observe, agent.run_obey)]
-    try:
-        done, _ = await asyncio.wait([told, lost, *halves], return_when=asyncio.FIRST_COMPLETED)
-        if told in done:
-            return EXIT_OK
-        for half in halves:
-            if half in done:
-                half.result()
-        log.warning("the presence key is lost: another life of this agent is here, or the store forgot us")
-        return EXIT_PRESENCE_LOST
-    except LeaseLost as error:
-        log.warning("%s", error)
-        return EXIT_PRESENCE_LOST
-    finally:
-        for task in (told, lost, *halves):
-            task.cancel()
-        await asyncio.gather(told, lost, *halves, return_exceptions=True)
+class Agent:
+    """One life: what it holds, from claim to leave."""
+
+    def __init__(self, settings: AgentSettings, store: Store, incarnation: str, clock: Clock) -> None:
+        self._settings = settings
+        self._store = store
+        self._clock = clock
+        self._keys = GroupKeys(settings.group)
+        self._incarnation = incarnation
+        self._heartbeat = Heartbeat(store, self._keys, settings.node, incarnation, settings.ttl_s, clock)
+        self._links = Links(settings.link_dir, incarnation, settings.request_timeout_s)
+        self._collector = Collector(settings.replay_windows)
+        self._reporter = Reporter(settings, incarnation, clock.monotonic)
+        self._mover = Mover(store, self._keys, settings.node, incarnation, settings.request_timeout_s, clock)
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Run until `stop` (0), or until the presence key is another's (75: start me again)."""
+        try:
+            async with Mirror(self._store, self._keys.prefix, self._clock) as mirror:
+                cluster = (await self._store.status()).cluster_id
+                await self._heartbeat.presence.claim()
+                node, group = self._settings.node, self._settings.group
+                log.info("agent of node %s in group %s, life %s", node, group, self._incarnation)
+                orders = Orders(mirror, self._keys, node, cluster)
+                return await self._until_told(self._loop(orders), stop)
+        finally:
+            await self._heartbeat.presence.leave()
+            await self._reporter.close()
+            await self._links.close()
+            self._collector.close()
+
+    def _loop(self, orders: Orders) -> AgentLoop:
+        return AgentLoop(
+            self._settings,
+            self._clock,
+            orders,
+            self._links,
+            self._collector,
+            self._heartbeat,
+            self._reporter,
+            self._mover,
+        )
+
+    async def _until_told(self, loop: AgentLoop, stop: asyncio.Event) -> int:
+        """Both halves of the loop, and whatever may end them. The death of a half is the death of the agent."""
+        told = asyncio.create_task(stop.wait())
+        lost = asyncio.create_task(self._heartbeat.presence.lost.wait())
+        halves = [asyncio.create_task(_persist(half)) for half in (loop.run_observe, loop.run_obey)]
+        try:
+            done, _ = await asyncio.wait([told, lost, *halves], return_when=asyncio.FIRST_COMPLETED)
+            if told in done:
+                return EXIT_OK
+            for half in halves:
+                if half in done:
+                    half.result()
+            log.warning("the presence key is lost: another life of this agent is here, or the store forgot us")
+            return EXIT_PRESENCE_LOST
+        except LeaseLost as error:
+            log.warning("%s", error)
+            return EXIT_PRESENCE_LOST
+        finally:
+            for task in (told, lost, *halves):
+                task.cancel()
+            await asyncio.gather(told, lost, *halves, return_exceptions=True)
 
 
-async def _persist(run_half: HalfLoop) -> None:
+async def _persist(half: HalfLoop) -> None:
     """Go on through outages of the store; every other error is one nobody foresaw, and ends the agent."""
     while True:
         try:
-            await run_half()
+            await half()
         except StoreUnavailable as error:
             log.warning("the store does not answer, serving goes on: %s", error)
             await asyncio.sleep(RETRY_S)

@@ -23,8 +23,9 @@ from eplane.crash import crash_point
 from eplane.errors import LinkRefused
 from eplane.keys import AckKind, GroupKeys
 from eplane.plan import Identity
-from eplane.records import AckRecord, encode, new_nonce
-from eplane.store.base import CreateRevision, Missing, Put, Store
+from eplane.records import AckRecord, new_nonce
+from eplane.store.base import CreateRevision, Store
+from eplane.transactions import acknowledge
 from eplane.wave import WaveState
 from runtime.link.messages import ErrorCode, RankStatus, StageCommand, StagedState
 
@@ -93,6 +94,10 @@ class Mover:
             self._pass(order, "agent.verified.after")
 
     async def _stage_rank(self, order: Order, rank: int, link: Link) -> RankStatus:
+        status = await link.client.status()
+        if status.staged is not None and status.staged.identity == order.identity:
+            # Asked again, an engine would begin a failed staging anew, and its reason would be lost.
+            return status
         record = order.record
         command = StageCommand(
             identity=record.identity,
@@ -181,7 +186,8 @@ class Mover:
         record = AckRecord(
             kind, identity, self._node, self._incarnation, self._clock.now(), new_nonce(), reason, last_step
         )
-        result = await self._store.transact([presence, Missing(key)], [Put(key, encode(record))])
+        (write,) = acknowledge(self._keys, presence.revision, [record])
+        result = await self._store.transact(write.compares, write.ops)
         if result.succeeded or result.found.get(key) is not None:
             self._said.add(Said(identity, kind))
             log.info("wave %d of %s: %s %s", identity.wave, identity.migration, kind.value, reason)
