@@ -41,7 +41,7 @@ print(json.dumps(out))
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. `state`: ok, missing or broken; `needed`: without it no controller runs here."""
+    """One thing that was looked at. `state`: ok, missing, broken, or none (a device that is not here); `needed`: without it no controller runs here."""
 
     name: str
     state: str
@@ -135,7 +135,7 @@ def _gpu(device: str) -> Finding:
         return Finding("cuda", "ok", "torch uses it")
     if shutil.which("nvidia-smi") is not None:
         return Finding("cuda", "broken", "a driver is here, but this torch has no CUDA", "install torch built for CUDA")
-    return Finding("cuda", "missing", "no NVIDIA driver found; the CPU serves")
+    return Finding("cuda", "none", "no NVIDIA driver found; the CPU serves")
 
 
 def _npu(version: str | None, error: str | None) -> Finding:
@@ -143,7 +143,7 @@ def _npu(version: str | None, error: str | None) -> Finding:
     if version is None:
         card = os.path.exists("/dev/davinci_manager")
         detail = "an Ascend device is here, torch_npu is not" if card else "no Ascend device found; the CPU serves"
-        return Finding("npu", "missing", detail, "pip install 'eplane[npu]'" if card else None)
+        return Finding("npu", "missing" if card else "none", detail, "pip install 'eplane[npu]'" if card else None)
     if cann is None:
         remedy = "source CANN's set_env.sh; without an NPU set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         return Finding("npu", "broken", f"torch_npu {version} is installed, but CANN is missing", remedy)

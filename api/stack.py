@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from api.problems import EXIT_USAGE
 from api.supervise import Backoff, ProcessEvent, ProcessSpec, Supervisor
 from eplane.errors import BadInput, StackError
 
@@ -33,7 +34,7 @@ LONGEST_SOCKET_PATH = 107
 
 @dataclass(frozen=True, slots=True)
 class StackSettings:
-    """One machine's stack. Ranks are spread over the nodes in blocks, as evenly as can be.
+    """One machine's stack; `runtimes` and `agents` say whether those run in it. Ranks are spread over the nodes in blocks, as evenly as can be.
 
     `spare_cells` counts the cells of a rank beyond layers x slots (None: the runtime's own default). A port of 0
     means any free one; several controllers and fronts take consecutive ports. `env` lays variables over the
@@ -64,6 +65,7 @@ class StackSettings:
     group_settings: Mapping[str, object] = field(default_factory=dict)
     controller_options: tuple[str, ...] = ()
     runtime_options: tuple[str, ...] = ()
+    runtimes: bool = True
     agents: bool = True
 
     def __post_init__(self) -> None:
@@ -132,7 +134,8 @@ class Stack:
                 self.supervisor.start(spec)
             for i, url in enumerate(self.controller_urls):
                 self._await(f"controller-{i}", f"{url}/health", ready_s)
-            for node, url in zip(self.settings.node_names, self.runtime_urls, strict=True):
+            fronts = zip(self.settings.node_names, self.runtime_urls, strict=True)
+            for node, url in fronts if self.settings.runtimes else ():
                 self._await(f"runtime-{node}", f"{url}/health", ready_s)
             self._set_up_group(ready_s)
         except BaseException:
@@ -160,7 +163,7 @@ class Stack:
         """The processes beside etcd, in the order of their start. Known once etcd's address is."""
         s = self.settings
         controllers = [self._controller(i, url) for i, url in enumerate(self.controller_urls)]
-        runtimes = [self._runtime(i, url) for i, url in enumerate(self.runtime_urls)]
+        runtimes = [self._runtime(i, url) for i, url in enumerate(self.runtime_urls)] if s.runtimes else []
         agents = [self._agent(node) for node in s.node_names] if s.agents else []
         return tuple(controllers + runtimes + agents)
 
@@ -269,16 +272,18 @@ class Stack:
         self._await("etcd", f"{client}/health", ready_s)
 
     def _await(self, name: str, url: str, limit_s: float) -> None:
-        """Wait until `url` answers 200. A process that has died three times by then will not come up."""
+        """Wait until `url` answers 200. A process that refuses its input, or has died three times, will not come up."""
         limit = time.monotonic() + limit_s
         while not answers(url):
             state = self.supervisor.state(name)
-            given_up = state.restarts >= 3 and state.last_code is not None
-            if given_up or time.monotonic() > limit:
-                how = f"ended with code {state.last_code}" if given_up else f"did not answer within {limit_s:g} s"
-                raise StackError(
-                    f"{name} {how}\n{self.supervisor.log_tail(name)}\n(log: {self.supervisor.log_path(name)})"
-                )
+            said = (self.supervisor.log_tail(name, 1) or "it said nothing").removeprefix("error: ")
+            where = f"(log: {self.supervisor.log_path(name)})"
+            if state.last_code == EXIT_USAGE:
+                raise BadInput(f"{name}: {said} {where}")
+            if state.restarts >= 3 and state.last_code is not None:
+                raise StackError(f"{name} ended with code {state.last_code}: {said} {where}")
+            if time.monotonic() > limit:
+                raise StackError(f"{name} does not answer after {limit_s:g} s: {said} {where}")
             time.sleep(0.1)
 
     def _set_up_group(self, limit_s: float) -> None:

@@ -163,9 +163,12 @@ class Supervisor:
         return self._ask(lambda: self._kill(name, signum))
 
     def stop(self, name: str) -> None:
-        """Stop a process for good: its stop signal, after its grace SIGKILL, its group with it. Blocks until gone."""
-        self._ask(lambda: self._unwant(name))
-        self._await_gone(name)
+        """Stop a process for good: its stop signal, after its grace SIGKILL, its group with it. Blocks until gone.
+
+        Those that live together with it are stopped too: alone they would only end and start again.
+        """
+        for one in self._ask(lambda: self._unwant(name)):
+            self._await_gone(one)
 
     def pid(self, name: str) -> int | None:
         """The pid of a running process, None while it waits to be restarted."""
@@ -335,16 +338,19 @@ class Supervisor:
         self._tell(EventKind.KILLED, name, pid, int(signum))
         return pid
 
-    def _unwant(self, name: str) -> None:
-        process = self._processes.get(name)
-        if process is None:
+    def _unwant(self, name: str) -> list[str]:
+        asked = self._processes.get(name)
+        if asked is None:
             raise StackError(f"there is no process {name}")
-        process.wanted, process.due_at = False, None
-        if process.popen is not None:
-            _signal(process.popen.pid, process.spec.stop_signal)
-            # A stopped process (SIGSTOP) takes its signal only once it goes on.
-            _signal(process.popen.pid, signal.SIGCONT)
-            process.end_by = time.monotonic() + process.spec.stop_grace_s
+        together = [asked, *self._partners(asked)]
+        for process in together:
+            process.wanted, process.due_at = False, None
+            if process.popen is not None:
+                _signal(process.popen.pid, process.spec.stop_signal)
+                # A stopped process (SIGSTOP) takes its signal only once it goes on.
+                _signal(process.popen.pid, signal.SIGCONT)
+                process.end_by = time.monotonic() + process.spec.stop_grace_s
+        return [process.spec.name for process in together]
 
     def _await_gone(self, name: str) -> None:
         process = self._processes[name]

@@ -102,6 +102,10 @@ def test_processes_that_live_together_restart_together(supervisor: Supervisor) -
     supervisor.kill("a")
     wait_until(lambda: all(supervisor.pid(n) not in (None, pids[n]) for n in pids))
     assert supervisor.pid("c") == alone
+    supervisor.stop("a")
+    assert not supervisor.state("b").running
+    assert supervisor.state("b").restarts == 1
+    assert supervisor.pid("c") == alone
 
 
 def test_stop_takes_a_hung_and_a_stubborn_process(supervisor: Supervisor, events: list[ProcessEvent]) -> None:
