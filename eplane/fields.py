@@ -68,6 +68,8 @@ class Fields:
             raise self.wrong(name, "is empty")
         if len(found) > most:
             raise self.wrong(name, f"has {len(found)} characters, {most} are allowed")
+        if not _whole(found):
+            raise self.wrong(name, "holds half a character")
         return found
 
     def integer(self, name: str, *, low: int = 0, high: int = MAX_INT) -> int:
@@ -133,7 +135,7 @@ class Fields:
         found = self.items(name, most=most)
         result: list[str] = []
         for at, item in enumerate(found):
-            if not isinstance(item, str) or not item or len(item) > MAX_TEXT:
+            if not isinstance(item, str) or not 0 < len(item) <= MAX_TEXT or not _whole(item):
                 raise self.wrong(f"{name}[{at}]", "must be a text that is neither empty nor too long")
             result.append(item)
         return tuple(result)
@@ -197,6 +199,11 @@ def inflate(chunk: bytes, size: int) -> bytes:
     if len(raw) != size or not worker.eof or worker.unused_data:
         raise ValueError(f"unfolds to other than {size} bytes")
     return raw
+
+
+def _whole(text: str) -> bool:
+    """JSON can spell halves of surrogate pairs; such a text can be neither shown nor written anywhere."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _unfold(found: Fields, size: int) -> bytes:

@@ -166,7 +166,7 @@ def _convert(hint: Any, value: object) -> object:
     if hint is int or hint is float:
         return _number(hint, value)
     if hint in (str, Path, Secret):
-        if isinstance(value, hint):
+        if hint is not str and isinstance(value, hint):
             return value
         if not isinstance(value, str) or not value:
             raise ValueError("must be a text that is not empty")

@@ -220,14 +220,15 @@ def _waits(at: Migration) -> bool:
 
 @pytest.mark.parametrize(("waves", "overlaps"), [(1, True), (2, False), (3, False)])
 def test_every_reachable_state_with_every_event(waves: int, overlaps: bool) -> None:
-    met: set[MigrationState] = set()
+    met, reached = set[MigrationState](), set[Migration]()
     for at, event, after in reachable_migrations(migration(waves, overlaps)):
         met.add(at.state)
         if after is None:
             continue
-        _check(at, after, event)
-        assert machine._settle(after) == after
-        assert resume(after, ())[0] == after
+        if after not in reached:
+            reached.add(after)
+            _check(at, after, event)
+            assert resume(after, ())[0] == after
     assert met == set(MigrationState) - ({STOPPED} if waves == 1 else set())
 
 
