@@ -79,7 +79,10 @@ def _weigh(part: float, gain_s: float, cost_s: float, settings: GroupSettings) -
     if part < settings.min_gain or part <= 0:
         return False, f"not worth it, less than {settings.min_gain:.1%} would be saved"
     if gain_s <= cost_s:
-        return False, f"not worth it, {gain_s:.2g} s saved in {settings.horizon_s:g} s for {cost_s:.2g} s of disturbance"
+        return (
+            False,
+            f"not worth it, {gain_s:.2g} s saved in {settings.horizon_s:g} s for {cost_s:.2g} s of disturbance",
+        )
     return True, f"worth it, {gain_s:.2g} s saved in {settings.horizon_s:g} s for {cost_s:.2g} s of disturbance"
 
 

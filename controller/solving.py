@@ -22,8 +22,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from controller.sharing import level_shares
 from controller.solver import Answer, Problem, solve
 from eplane.errors import EPlaneError, Infeasible, ProblemError, SolverFailed
+from eplane.load import FloatLoad
+from eplane.placement import FloatTable, IntTable
 
 MAX_FRAME = 1 << 30
 _ARRAYS = {"<i4", "<i8", "<f8", "|b1"}
@@ -85,10 +88,21 @@ class SolverProcess:
 
         Raises ProblemError, Infeasible as the solver did; SolverFailed when it took longer than `timeout_s` or died.
         """
+        return read_answer(await self._call({"task": "solve", **problem}, timeout_s))
+
+    async def shares(self, p2l: IntTable, ranks: int, load: FloatLoad, timeout_s: float) -> FloatTable:
+        """`[L, P]` the best split of `load [L, E]` over the replicas of a placement. Raises SolverFailed."""
+        reply = await self._call({"task": "shares", "p2l": p2l, "ranks": ranks, "load": load}, timeout_s)
+        found = reply.get("shares")
+        if not isinstance(found, np.ndarray) or found.shape != p2l.shape:
+            raise SolverFailed(f"the solver failed: {reply.get('error', 'no shares came back')}")
+        return found
+
+    async def _call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         async with self._busy:
             try:
                 async with asyncio.timeout(timeout_s):
-                    reply = await self._ask(problem)
+                    return await self._ask(request)
             except TimeoutError:
                 await self._end()
                 raise SolverFailed(f"the solver gave no answer in {timeout_s:g} s and was ended") from None
@@ -99,7 +113,6 @@ class SolverProcess:
                 # Cancelled half-way through a frame: what comes next on the pipe would be the wrong answer.
                 await self._end()
                 raise
-        return read_answer(reply)
 
     async def close(self) -> None:
         await self._end()
@@ -160,8 +173,11 @@ def read_answer(reply: dict[str, Any]) -> Answer:
     return Answer(**values)
 
 
-def answer_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+def answer_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """What the child answers to one request."""
+    raw = dict(request)
+    if raw.pop("task", "solve") == "shares":
+        return {"shares": level_shares(raw["p2l"], int(raw["ranks"]), raw["load"])}
     try:
         answer = solve(Problem.from_dict(raw))
     except Infeasible as error:

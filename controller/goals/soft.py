@@ -30,7 +30,9 @@ class Cooldown:
         since = case.spent.since_last_s
         if since is None or since >= wait:
             return Decision(self.name, Ruling.YES, f"{wait:g} s have passed since the last migration")
-        return Decision(self.name, Ruling.THROTTLE, f"the last migration ended {since:.1f} s ago, {wait:g} s are asked for")
+        return Decision(
+            self.name, Ruling.THROTTLE, f"the last migration ended {since:.1f} s ago, {wait:g} s are asked for"
+        )
 
 
 class MovesPerHour:

@@ -17,7 +17,7 @@ import pytest
 from controller.solver import Problem, solve
 from controller.solving import SolverProcess, decode, encode
 from eplane.errors import Infeasible, ProblemError, SolverFailed
-from eplane.placement import linear
+from eplane.placement import Placement, check_shares, linear
 
 
 @pytest.fixture
@@ -41,6 +41,15 @@ async def test_the_child_answers_as_the_solver_does_and_is_kept(solver: SolverPr
     assert first.decisions == here.decisions
     assert second.moves == 0
     assert solver.started == 1
+
+
+async def test_shares_level_what_a_split_can_level(solver: SolverProcess) -> None:
+    # Expert 0 is hot and has a replica on both ranks; rank 1 is busier by its own expert 2.
+    placement = Placement(np.array([[0, 1, 0, 2]]), 2, 3)
+    load = np.array([[100.0, 0.0, 40.0]])
+    shares = check_shares(placement, await solver.shares(placement.p2l, 2, load, 60))
+    assert placement.rank_load(load, shares)[0] == pytest.approx([70.0, 70.0], abs=0.1)
+    assert placement.rank_load(load)[0].max() == 90.0
 
 
 async def test_refusals_keep_their_type_and_sentence(solver: SolverProcess) -> None:

@@ -1,0 +1,146 @@
+"""From facts to a change worth making: solve from the present placement, judge by every goal, confirm on later traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from controller.facts import Facts
+from controller.gate import Estimate, Split, confirmed, estimate
+from controller.goals import ALL, Case, Verdict, judge
+from controller.goals.hard import drained_rank, too_few_replicas, unpinned
+from controller.planner import Room, keep_slots, plan_waves
+from controller.solver import Answer
+from eplane.load import FloatLoad
+from eplane.placement import FloatTable, IntTable, Placement
+from eplane.plan import WavePlan
+
+
+class Solver(Protocol):
+    """What a decision needs of the solver's process."""
+
+    async def solve(self, problem: Mapping[str, Any], timeout_s: float) -> Answer: ...
+
+    async def shares(self, p2l: IntTable, ranks: int, load: FloatLoad, timeout_s: float) -> FloatTable: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A change: from `before` to `after`, in waves, with what every goal says of it. `at_step`: the newest it knew of."""
+
+    before: Split
+    after: Split
+    waves: tuple[WavePlan, ...]
+    estimate: Estimate
+    verdict: Verdict
+    forced: bool
+    policy: str
+    sentences: tuple[str, ...]
+    at_step: int
+
+    @property
+    def target(self) -> Placement:
+        return self.after.placement
+
+
+def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The placement problem, in the solver's own terms. `options` may replace any of its fields."""
+    s, world = facts.settings, facts.world
+    number = {node: i for i, node in enumerate(world.nodes)}
+    loads = np.stack([seen.window.total for seen in facts.seen]) if facts.seen else facts.load[None]
+    window = min(len(loads), s.window)
+    problem: dict[str, Any] = {
+        "loads": loads,
+        "window": window,
+        "ranks": world.ranks,
+        "slots_per_rank": world.slots,
+        "node_of_rank": [number[node] for node in world.node_of_rank],
+        "prior": facts.placement.p2l,
+        "shares": "weighted" if s.shares and world.capabilities.weighted_shares else "equal",
+        "fixed_slots": not world.capabilities.free_slot_order,
+        "policy": policy,
+        "hardware": s.hardware,
+        "bundle_bytes": world.shape.bundle_bytes,
+        "budget_ms": s.solver_budget_ms,
+        "drained": [rank for rank, node in enumerate(world.node_of_rank) if node in s.drained],
+        "pinned": [list(pin) for pin in s.pinned],
+        "min_replicas": s.min_replicas,
+        "spread": min(s.spread, len(world.nodes)),
+        "horizon_steps": max(1, round(facts.steps / max(1, window) * s.horizon_s)),
+    }
+    if s.max_moves_per_layer is not None:
+        problem["max_moves"] = s.max_moves_per_layer
+    if facts.step_tokens is not None:
+        problem["step_tokens"] = facts.step_tokens
+    return {**problem, **(options or {})}
+
+
+class Decider:
+    """Finds changes for one group. Keeps the one that waits for later traffic to confirm it."""
+
+    def __init__(self, solver: Solver) -> None:
+        self._solver = solver
+        self._waiting: Found | None = None
+
+    async def find(self, facts: Facts, policy: str, options: Mapping[str, Any] | None = None) -> Found | None:
+        """The solver's change, judged on the load window; None if it changes nothing.
+
+        Raises Infeasible, ProblemError, SolverFailed, PlanImpossible: nothing is changed then.
+        """
+        answer = await self._solver.solve(problem_of(facts, policy, options), facts.settings.solver_timeout_s)
+        world = facts.world
+        target = Placement(answer.placement, world.ranks, world.shape.experts)
+        if world.capabilities.free_slot_order:
+            target = keep_slots(facts.placement, target)
+        if target.digest == facts.placement.digest:
+            return None
+        return await self.judged(facts, target, policy, answer.decisions)
+
+    async def judged(self, facts: Facts, target: Placement, policy: str, sentences: tuple[str, ...] = ()) -> Found:
+        """A given target, planned and judged on the load window."""
+        settings, world = facts.settings, facts.world
+        waves = plan_waves(facts.placement, target, world, Room(settings.spare_min, settings.max_moves_per_wave))
+        before, after = await self.split(facts, facts.placement), await self.split(facts, target)
+        worth = estimate(world, facts.load, before, after, waves, settings)
+        case = Case(world, facts.placement, target, waves, settings, worth, facts.spent)
+        forced = must_move(case)
+        verdict = judge(replace(case, forced=forced), ALL)
+        return Found(before, after, waves, worth, verdict, forced, policy, sentences, facts.last_step)
+
+    async def split(self, facts: Facts, placement: Placement) -> Split:
+        """A placement with the best shares for the load window, where the engine can weigh them; else even ones."""
+        return Split(placement, await self.shares(facts, placement))
+
+    async def shares(self, facts: Facts, placement: Placement) -> FloatTable:
+        weighs = facts.settings.shares and facts.world.capabilities.weighted_shares
+        if not weighs or not facts.load.any() or int(placement.replica_count.max()) < 2:
+            return placement.even_shares()
+        return await self._solver.shares(placement.p2l, placement.ranks, facts.load, facts.settings.solver_timeout_s)
+
+    def waiting(self, facts: Facts) -> Found | None:
+        """The change that waits to be confirmed, while it still starts from the live placement."""
+        found = self._waiting
+        if found is not None and found.before.placement.digest != facts.placement.digest:
+            found = self._waiting = None
+        return found
+
+    def wait_for(self, found: Found | None) -> None:
+        self._waiting = found
+
+    async def confirm(self, facts: Facts, found: Found) -> tuple[bool | None, Estimate | None]:
+        """Does the waiting change also pay on traffic that came after it was found? None: not enough of it yet."""
+        later = facts.since(found.at_step)
+        if not later.enough():
+            return None, None
+        before, after = await self.split(later, found.before.placement), await self.split(later, found.target)
+        seen = estimate(facts.world, later.load, before, after, found.waves, facts.settings)
+        return confirmed(found.estimate, seen, facts.settings), seen
+
+
+def must_move(case: Case) -> bool:
+    """Whether the present placement breaks a hard goal that the target meets."""
+    rules = (drained_rank, unpinned, too_few_replicas)
+    return any(rule(case, case.base) is not None and rule(case, case.target) is None for rule in rules)

@@ -1,0 +1,73 @@
+"""Everything a decision is made from, taken at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from controller.detect import steady_tail
+from controller.limits import Spent
+from controller.observe import Seen, WindowBook
+from controller.settings import GroupSettings
+from controller.state import GroupState
+from eplane.load import FloatLoad
+from eplane.placement import Placement
+from eplane.records import EpochPointer
+from eplane.topology import World
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Facts:
+    """`seen`: complete windows of one kind with the newest, oldest first, at most what the settings keep."""
+
+    settings: GroupSettings
+    world: World
+    pointer: EpochPointer
+    placement: Placement
+    seen: tuple[Seen, ...]
+    spent: Spent
+
+    @property
+    def window(self) -> tuple[Seen, ...]:
+        return self.seen[-self.settings.window :]
+
+    @property
+    def load(self) -> FloatLoad:
+        """`[L, E]` tokens of the load window."""
+        shape = (self.placement.layers, self.placement.experts)
+        return np.sum([s.window.total for s in self.window], axis=0) if self.seen else np.zeros(shape)
+
+    @property
+    def last_step(self) -> int:
+        return self.seen[-1].window.last_step if self.seen else 0
+
+    @property
+    def steps(self) -> int:
+        return sum(s.window.last_step - s.window.first_step for s in self.window)
+
+    @property
+    def step_tokens(self) -> float | None:
+        """Routed tokens that a step and layer had on average."""
+        load, steps = self.load, self.steps
+        return float(load.sum() / load.shape[0] / steps) if steps and load.any() else None
+
+    def enough(self) -> bool:
+        """Whether the busiest layer had the tokens that a judgement needs."""
+        return bool(self.seen) and float(self.load.sum(axis=1).max()) >= max(1, self.settings.min_window_tokens)
+
+    def since(self, step: int) -> Facts:
+        """Only what was counted from `step` on."""
+        return replace(self, seen=tuple(s for s in self.seen if s.window.first_step >= step))
+
+
+def gather(state: GroupState, book: WindowBook, now: float) -> Facts | None:
+    """The facts, or None while no world was adopted."""
+    world, pointer = state.world(), state.epoch()
+    if world is None or pointer is None:
+        return None
+    settings = state.settings()
+    book.keep(settings.history)
+    seen = book.newest(settings.history)
+    tail = steady_tail([s.window.total for s in seen]) if seen else 0
+    return Facts(settings, world.world, pointer, state.placement(), seen[len(seen) - tail :], state.spent(now))
