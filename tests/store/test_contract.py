@@ -474,6 +474,17 @@ async def test_concurrent_writers_count_right_whatever_is_lost(bench: Bench) -> 
     assert (int(kv.value), kv.version) == (48, 49)
 
 
+async def test_a_client_whose_bookkeeping_lapsed_goes_on(bench: Bench) -> None:
+    """Its hidden lease is gone (a wiped store, or a client asleep for hours): no caller hears of it, old ticket or new."""
+    store, p = bench.connect(), bench.prefix
+    await put(store, f"{p}a")
+    hidden = store._transactor._lease  # type: ignore[attr-defined]
+    await bench.connect().lease_revoke(hidden)
+    writes = [store.transact([Missing(f"{p}{n}")], [Put(f"{p}{n}", b"")]) for n in range(3)]
+    assert all(result.succeeded for result in await asyncio.gather(*writes))
+    assert store._transactor._lease != hidden  # type: ignore[attr-defined]
+
+
 async def test_bookkeeping_is_invisible(bench: Bench) -> None:
     store = bench.connect()
     start = (await store.list("")).revision
