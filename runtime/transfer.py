@@ -29,6 +29,7 @@ from runtime.link.messages import Json, decode, encode
 
 CHUNK = 256 * 1024
 MAX_REQUEST = 4096
+SOCKET_BYTES = 512 * 1024  # Bounds what lies between the two ends, so that a rate limit is felt at the source.
 POLL_S = 0.2
 MAX_DEADLINE_S = 3600.0
 _log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class TransferServer:
         self._lookup = lookup
         self._room = threading.BoundedSemaphore(most)
         self._listener = socket.create_server((host, port), backlog=128)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._closed = threading.Event()
         bound = self._listener.getsockname()
         self.address = f"{host}:{bound[1]}"
@@ -197,6 +199,7 @@ def fetch(
                 "digest": request.digest,
                 "deadline_s": deadline_s,
             }
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
             connection.sendall(encode(asked))
             connection.settimeout(min(10.0, deadline_s))
             _check_answer(Fields(_receive_frame(connection, MAX_REQUEST), "answer", MessageError), request_id, size)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +16,13 @@ from eplane.plan import Identity, LeaderEpoch, Load
 from runtime.cells import BundleManifest, CellPool, TensorSpec
 from runtime.faults import NO_FAULTS, Faults
 from runtime.link.manifest import bundle_digest
-from runtime.link.messages import StageCommand
+from runtime.link.messages import RankStatus, StageCommand, StagedState
 from runtime.port import RankFacts, RankPort
 from runtime.switch import Switch
 from runtime.tables import HEADER, LiveTable, build_table
 from runtime.transfer import TransferServer, bundle_lookup
+
+torch.set_num_threads(1)  # More would stall on a busy machine.
 
 LEADER = LeaderEpoch(7, 10)
 ROWS = 64
@@ -112,33 +116,87 @@ class RealGroup:
         *,
         faults: Faults = NO_FAULTS,
         rows: int = ROWS,
+        start: Placement | None = None,
     ) -> None:
         self.world = secrets.token_hex(8)
-        self.start = linear(layers, experts, ranks, slots)
+        self.start = start or linear(layers, experts, ranks, slots)
         self.ranks = [RealRank(self.world, r, self.start, spare, faults=faults, rows=rows) for r in range(ranks)]
         self.step_number = -1
+        self.rng = np.random.default_rng(0)
+        self.checked = 0
+        self.wrong = 0
 
     @property
     def addresses(self) -> dict[int, str]:
         return {rank.rank: rank.transfer.address for rank in self.ranks}
 
-    def step(self) -> bool:
-        """One step of all ranks; True if it began with a switch."""
+    def step(self, tokens: int = 0) -> bool:
+        """One step of all ranks, each with `tokens` tokens a layer; True if it began with a switch.
+
+        Every token's answer is compared with what its expert has to answer: `checked` and `wrong` count them.
+        """
         self.step_number += 1
-        before = self.ranks[0].switch.live.epoch, self.ranks[0].switch.last_switched
+        before = self.ranks[0].switch.last_switched
         tables = [rank.switch.begin_step(self.step_number) for rank in self.ranks]
         headers = torch.zeros((len(self.ranks), HEADER), dtype=torch.int64)
         for rank, table in zip(self.ranks, tables, strict=True):
-            headers[rank.rank] = torch.tensor([table.digest64, rank.switch.sample(), 0, self.step_number])
+            headers[rank.rank] = torch.tensor([table.digest64, rank.switch.sample(), tokens, self.step_number])
         for rank in self.ranks:
             rank.switch.check(headers)
             rank.switch.agree(headers[:, 1].tolist())
+        if tokens:
+            self.serve(tables, tokens)
+        for rank in self.ranks:
             rank.switch.end_step(self.step_number)
-        return before != (self.ranks[0].switch.live.epoch, self.ranks[0].switch.last_switched)
+        return before != self.ranks[0].switch.last_switched
+
+    def serve(self, tables: Sequence[LiveTable], tokens: int) -> None:
+        """Each rank chooses slots by its own table; the rank that owns a slot answers from its own table's cell."""
+        for table in tables:
+            for layer in range(self.start.layers):
+                experts = torch.from_numpy(self.rng.integers(self.start.experts, size=tokens))
+                slots = table.choose(layer, experts)
+                for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
+                    owner, k = divmod(slot, self.start.slots)
+                    self.checked += 1
+                    self.wrong += self.ranks[owner].answer(tables[owner], layer, k) != number_of(layer, expert)
+
+    def wave(self, base: Placement, target: Placement, rank: int, **names: Any) -> StageCommand:
+        return wave(self.world, base, target, rank, peers=self.addresses, **names)
+
+    def stage(self, base: Placement, target: Placement, **names: Any) -> Identity:
+        for rank in self.ranks:
+            identity = rank.port.stage(self.wave(base, target, rank.rank, **names)).staged
+        assert identity is not None
+        return identity.identity
+
+    def until(self, wanted: Callable[[RankStatus], bool], tokens: int = 0, seconds: float = 20.0) -> None:
+        """Steps until all ranks are as wanted."""
+        deadline = time.monotonic() + seconds
+        while not all(wanted(rank.port.status()) for rank in self.ranks):
+            if time.monotonic() > deadline:
+                raise AssertionError([rank.port.status() for rank in self.ranks])
+            self.step(tokens)
+            time.sleep(0.0005)
+
+    def move(self, base: Placement, target: Placement, tokens: int = 0, **names: Any) -> Identity:
+        """A whole wave."""
+        identity = self.stage(base, target, **names)
+        self.until(is_verified, tokens)
+        for rank in self.ranks:
+            rank.port.arm(identity, LEADER)
+        self.until(lambda s: s.clean and s.last_switched == identity, tokens)
+        return identity
 
     def close(self) -> None:
         for rank in self.ranks:
             rank.close()
+
+
+def is_verified(status: RankStatus) -> bool:
+    if status.staged is not None and status.staged.state is StagedState.FAILED:
+        raise AssertionError(status.staged.reason)
+    return status.staged is not None and status.staged.state is StagedState.VERIFIED
 
 
 def wave(
