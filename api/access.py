@@ -9,9 +9,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import Depends, Header, Path, Request
+from fastapi import Depends, Header, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from api.auth import Auth, Caller, Right
@@ -19,11 +19,12 @@ from api.idempotency import Answers
 from api.port import ControllerPort, DeskPort, Json, plain
 from api.problems import Code, Problem
 from api.schemas import GROUP_PATTERN, ID_PATTERN, Change
-from eplane.errors import NotFound
+from eplane.errors import NotFound, NotLeader
 
 Group = Annotated[str, Path(pattern=GROUP_PATTERN, description="name of the expert-parallel group")]
 PlanId = Annotated[str, Path(pattern=ID_PATTERN)]
 MigrationId = Annotated[str, Path(pattern=ID_PATTERN)]
+Prefer = Annotated[Literal["leader"] | None, Query(description="`leader`: 307 to it; only it knows the load")]
 
 
 def controller_of(request: Request) -> ControllerPort:
@@ -42,6 +43,19 @@ def desk_of(request: Request, group: str) -> DeskPort:
         known = ", ".join(sorted(controller.groups())) or "none"
         raise NotFound(f"there is no group {group!r}; known are: {known}")
     return controller.desk(group)
+
+
+def reading_desk(request: Request, group: str, prefer: Literal["leader"] | None) -> DeskPort:
+    """The desk to read from: this controller's, or (307) the leader's where that is preferred.
+
+    Agents report to the leader alone, so only it knows the load, and what follows from it.
+    """
+    desk = desk_of(request, group)
+    controller = controller_of(request)
+    url = controller.leader_url(group)
+    if prefer == "leader" and url is not None and not controller.is_leader(group):
+        raise NotLeader(url)
+    return desk
 
 
 def _reader(request: Request, authorization: Annotated[str | None, Header()] = None) -> Caller:

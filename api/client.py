@@ -69,8 +69,15 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._http.close()
 
-    def get(self, path: str, **query: Any) -> Any:
+    def get(self, path: str, *, from_leader: bool = False, **query: Any) -> Any:
+        """`from_leader`: what only the leader knows; while nobody leads, any controller's answer will do."""
         params = {key: value for key, value in query.items() if value is not None}
+        if from_leader:
+            try:
+                return _read(self._once("GET", path, params={**params, "prefer": "leader"}))
+            except ApiProblem as problem:
+                if problem.code not in _COME_AGAIN:
+                    raise
         return _read(self._send("GET", path, params=params))
 
     def change(

@@ -45,6 +45,8 @@ def run_controller(options: ControllerOptions) -> None:
     tls = _tls(options)
     listener = listening_socket(host, port)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Every run of a timer would be two lines; what fails or is missed is still told.
+    logging.getLogger("apscheduler").setLevel(logging.WARNING)
     try:
         asyncio.run(_run(options, settings, tls, auth, listener))
     finally:

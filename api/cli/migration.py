@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.output import columns, facts, size
+from api.cli.output import columns, facts, moment, number, size
 from api.cli.session import Session, changing, connected
-from api.cli.state import flat, listed
 
 app = typer.Typer(help="Migrations: list, show, abort.", no_args_is_help=True)
 
@@ -68,23 +67,52 @@ def _why(value: dict[str, Any]) -> str:
     return f": {why}" if why else ""
 
 
-def migrations_table(value: Any) -> str:
+def migrations_table(value: list[dict[str, Any]]) -> str:
     rows = [
-        (m.get("id"), m.get("state"), m.get("plan", m.get("plan_id")), _waves(m), m.get("actor"))
-        for m in listed(value, "migrations")
+        (
+            m.get("id"),
+            m.get("state"),
+            m.get("plan"),
+            m.get("waves"),
+            moment(m.get("created_at")),
+            moment(m.get("ended_at")),
+            m.get("actor"),
+        )
+        for m in value
     ]
-    return columns(("MIGRATION", "STATE", "PLAN", "WAVES", "ACTOR"), rows) if rows else "none"
+    return columns(("MIGRATION", "STATE", "PLAN", "WAVES", "BEGAN", "ENDED", "ACTOR"), rows) if rows else "none"
 
 
 def migration_table(value: dict[str, Any]) -> str:
-    waves = value.get("waves")
-    text = facts([(k, v) for k, v in flat(value) if not (k == "waves" and isinstance(waves, list))])
-    if not isinstance(waves, list) or not waves:
-        return text
-    rows = [(w.get("number", w.get("wave")), w.get("state"), w.get("epoch"), size(w.get("bytes"))) for w in waves]
-    return f"{text}\n\n{columns(('WAVE', 'STATE', 'EPOCH', 'BYTES'), rows)}"
+    waves = value.get("waves") or []
+    told = value.get("predicted") or {}
+    text = facts(
+        (
+            ("migration", f"{value.get('id')}  {value.get('state')}"),
+            ("plan", f"{value.get('plan')} from epoch {value.get('base_epoch')}"),
+            ("waves live", f"{value.get('live')} of {len(waves)}"),
+            ("moved", f"{value.get('moves')} of {value.get('planned_moves')} bundles, {size(value.get('bytes'))}"),
+            ("gain", f"predicted {number(told.get('gain_s'))} s, measured {number(value.get('measured_gain_s'))} s"),
+            ("because", f"{value.get('sentence')} ({value.get('actor')})"),
+        )
+    )
+    rows = [
+        (
+            w.get("number"),
+            w.get("epoch"),
+            w.get("state"),
+            w.get("moves"),
+            size(w.get("bytes")),
+            _nodes(w),
+            w.get("reason"),
+        )
+        for w in waves
+    ]
+    head = ("WAVE", "EPOCH", "STATE", "MOVES", "BYTES", "VERIFIED/SWITCHED/CLEAN", "NOTE")
+    return f"{text}\n\n{columns(head, rows)}" if rows else text
 
 
-def _waves(migration: dict[str, Any]) -> object:
-    waves = migration.get("waves")
-    return len(waves) if isinstance(waves, list) else waves
+def _nodes(wave: dict[str, Any]) -> str:
+    """How many nodes have said so, by kind of acknowledgement."""
+    counts = (str(len(wave.get(kind) or ())) for kind in ("verified", "switched", "clean"))
+    return "/".join(counts) + (" STALLED" if wave.get("stalled") else "")

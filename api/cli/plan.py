@@ -9,7 +9,6 @@ import typer
 from api.cli.migration import await_end, migration_table
 from api.cli.output import columns, facts, moment, number, size
 from api.cli.session import Session, changing, connected
-from api.cli.state import listed
 
 app = typer.Typer(help="Plans: list, show, execute, discard.", no_args_is_help=True)
 
@@ -120,7 +119,7 @@ def _proposal_table(value: dict[str, Any]) -> str:
     return plan_table(plan) + hint
 
 
-def plans_table(value: Any) -> str:
+def plans_table(value: list[dict[str, Any]]) -> str:
     rows = [
         (
             p.get("id"),
@@ -133,7 +132,7 @@ def plans_table(value: Any) -> str:
             moment(p.get("created_at")),
             p.get("actor"),
         )
-        for p in listed(value, "plans")
+        for p in value
     ]
     return (
         columns(("PLAN", "STATE", "KIND", "BASE", "WAVES", "MOVES", "BYTES", "CREATED", "ACTOR"), rows)

@@ -58,9 +58,9 @@ class Session:
     actor: str | None = None
     _client: Client | None = None
 
-    def get(self, *parts: object, **query: Any) -> Any:
+    def get(self, *parts: object, from_leader: bool = False, **query: Any) -> Any:
         """GET /v1/groups/GROUP/parts..."""
-        return self._connect().get(self._path(*parts), **query)
+        return self._connect().get(self._path(*parts), from_leader=from_leader, **query)
 
     def read(self, path: str) -> Any:
         return self._connect().get(path)

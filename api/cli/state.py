@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.output import bar, columns, facts, moment, number
+from api.cli.output import bar, columns, facts, moment, number, size
 from api.cli.session import Session, connected
 
 
@@ -19,12 +19,12 @@ def status(
 ) -> None:
     """Mode, leader, epoch, balancedness, verdict, migration, nodes."""
     if not watch:
-        session.emit(session.get("status"), status_table)
+        session.emit(session.get("status", from_leader=True), status_table)
         return
     import sys
 
     while True:
-        value = session.get("status")
+        value = session.get("status", from_leader=True)
         if sys.stdout.isatty():
             typer.echo("\x1b[H\x1b[2J", nl=False)
         session.emit(value, status_table)
@@ -37,7 +37,7 @@ def load(
     layer: Annotated[int | None, typer.Option(min=0, help="Only this layer, rank by rank.")] = None,
 ) -> None:
     """Tokens per layer, expert and rank in the newest load window."""
-    value = session.get("load")
+    value = session.get("load", from_leader=True)
     session.emit(value, load_table if layer is None else lambda v: layer_table(v, layer))
 
 
@@ -54,19 +54,19 @@ def placement(
 @connected
 def nodes(session: Session) -> None:
     """The nodes, their ranks and their agents."""
-    session.emit(session.get("nodes"), lambda v: rows_table(listed(v, "nodes")))
+    session.emit(session.get("nodes"), nodes_table)
 
 
 @connected
 def goals(session: Session) -> None:
     """The goals and what each says now."""
-    session.emit(session.get("goals"), lambda v: rows_table(listed(v, "goals")))
+    session.emit(session.get("goals"), rows_table)
 
 
 @connected
 def anomalies(session: Session) -> None:
     """What is not as it should be."""
-    session.emit(session.get("anomalies"), lambda v: rows_table(listed(v, "anomalies"), "nothing"))
+    session.emit(session.get("anomalies", from_leader=True), lambda v: rows_table(v, "nothing"))
 
 
 @connected
@@ -74,7 +74,7 @@ def history(
     session: Session, limit: Annotated[int, typer.Option(min=1, max=1000, help="How many epochs.")] = 20
 ) -> None:
     """The epochs, newest first: who made each, and why."""
-    session.emit(session.get("history", limit=limit), lambda v: rows_table(listed(v, "history", "epochs")))
+    session.emit(session.get("history", limit=limit), history_table)
 
 
 @connected
@@ -84,7 +84,10 @@ def explain(
     expert: Annotated[int, typer.Argument(min=0, help="Logical expert.")],
 ) -> None:
     """Why an expert lives where it does."""
-    session.emit(session.get("explain", layer=layer, expert=expert), lambda v: v.get("sentence") or facts(flat(v)))
+    session.emit(
+        session.get("explain", from_leader=True, layer=layer, expert=expert),
+        lambda v: v.get("sentence") or facts(flat(v)),
+    )
 
 
 @connected
@@ -115,10 +118,11 @@ def status_table(value: dict[str, Any]) -> str:
             ("verdict", verdict.get("sentence")),
             ("migration", _migration_line(value.get("migration"))),
             ("agents", value.get("agents")),
+            ("trouble", value.get("trouble")),
         )
     )
     rows = value.get("nodes") or []
-    return f"{text}\n\n{rows_table(rows)}" if rows else text
+    return f"{text}\n\n{nodes_table(rows)}" if rows else text
 
 
 def _migration_line(migration: dict[str, Any] | None) -> str:
@@ -162,14 +166,30 @@ def placement_table(value: dict[str, Any], layer: int | None) -> str:
     return f"epoch {value.get('epoch')}, digest {value.get('digest')}\n" + columns(("LAYER", "RANK", "EXPERTS"), rows)
 
 
-def listed(value: Any, *names: str) -> list[dict[str, Any]]:
-    """The list in an answer, bare or under one of `names`."""
-    if isinstance(value, list):
-        return value
-    for name in names:
-        if isinstance(value.get(name), list):
-            return list(value[name])
-    return []
+def nodes_table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        (r.get("node"), _cell("ranks", r.get("ranks")), r.get("agent"), r.get("epoch"), r.get("drained")) for r in rows
+    ]
+    return columns(("NODE", "RANKS", "AGENT", "EPOCH", "DRAINED"), cells) if cells else "none"
+
+
+def history_table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        (
+            r.get("epoch"),
+            moment(r.get("at")),
+            r.get("kind"),
+            r.get("moves"),
+            size(r.get("bytes")),
+            r.get("predicted_gain_s"),
+            r.get("measured_gain_s"),
+            r.get("actor"),
+            r.get("reason"),
+        )
+        for r in rows
+    ]
+    head = ("EPOCH", "AT", "KIND", "MOVES", "BYTES", "PREDICTED S", "MEASURED S", "ACTOR", "REASON")
+    return columns(head, cells) if cells else "none"
 
 
 def rows_table(rows: list[dict[str, Any]], nothing: str = "none") -> str:
@@ -187,7 +207,7 @@ def flat(value: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _cell(name: str, item: Any) -> object:
-    if name in ("at", "created_at", "since", "started_at", "ended_at") and isinstance(item, (int, float)):
+    if name in ("at", "since") or name.endswith("_at"):
         return moment(item)
     if isinstance(item, list):
         simple = all(not isinstance(one, (list, dict)) for one in item)

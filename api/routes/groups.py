@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
-from api.access import Group, Reader, controller_of, desk_of, reply
+from api.access import Group, Prefer, Reader, controller_of, desk_of, reading_desk, reply
 
 router = APIRouter(prefix="/v1/groups", tags=["groups"])
 
@@ -23,14 +23,25 @@ async def list_groups(request: Request, caller: Reader) -> JSONResponse:
 
 
 @router.get("/{group}/status", summary="Mode, leader, world, epoch, balancedness, verdict, migration, nodes")
-async def read_status(request: Request, group: Group, caller: Reader) -> JSONResponse:
-    status = await desk_of(request, group).status()
+async def read_status(request: Request, group: Group, caller: Reader, prefer: Prefer = None) -> JSONResponse:
+    status = await reading_desk(request, group, prefer).status()
     return reply(status, epoch=status.get("epoch") if isinstance(status, dict) else None)
 
 
 @router.get("/{group}/load", summary="Load windows per layer and expert, load per rank, completeness")
-async def read_load(request: Request, group: Group, caller: Reader) -> JSONResponse:
-    return reply(await desk_of(request, group).load())
+async def read_load(request: Request, group: Group, caller: Reader, prefer: Prefer = None) -> JSONResponse:
+    return reply(await reading_desk(request, group, prefer).load())
+
+
+@router.get("/{group}/windows", summary="The newest complete load windows one by one; only the leader has them")
+async def read_windows(
+    request: Request,
+    group: Group,
+    caller: Reader,
+    since_step: Annotated[int, Query(ge=-1)] = -1,
+    prefer: Prefer = None,
+) -> JSONResponse:
+    return reply({"windows": await reading_desk(request, group, prefer).windows(since_step)})
 
 
 @router.get("/{group}/placement", summary="Which expert every slot holds: now, or in an epoch of the past")
@@ -51,8 +62,8 @@ async def read_goals(request: Request, group: Group, caller: Reader) -> JSONResp
 
 
 @router.get("/{group}/anomalies", summary="What is not as it should be, and since when")
-async def read_anomalies(request: Request, group: Group, caller: Reader) -> JSONResponse:
-    return reply(await desk_of(request, group).anomalies())
+async def read_anomalies(request: Request, group: Group, caller: Reader, prefer: Prefer = None) -> JSONResponse:
+    return reply(await reading_desk(request, group, prefer).anomalies())
 
 
 @router.get("/{group}/history", summary="The epochs, newest first: who made each, why, and what it brought")
@@ -69,5 +80,6 @@ async def read_explanation(
     caller: Reader,
     layer: Annotated[int, Query(ge=0)],
     expert: Annotated[int, Query(ge=0)],
+    prefer: Prefer = None,
 ) -> JSONResponse:
-    return reply(await desk_of(request, group).explain(layer, expert))
+    return reply(await reading_desk(request, group, prefer).explain(layer, expert))

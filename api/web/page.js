@@ -53,12 +53,24 @@ function showStatus(status) {
   text("verdict", status.verdict ? status.verdict.sentence : "no verdict yet");
   text("mode", status.paused ? `${status.mode}, paused` : status.mode);
   $("mode").classList.toggle("bad", Boolean(status.paused));
-  text("leader", status.leader ? `led by ${status.leader.id}` : "no leader");
+  showLeader(status);
   showMigration(status.migration);
   if (typeof balance.now === "number") {
     series.push({ at: Date.now(), value: balance.now, epoch: status.epoch });
     if (series.length > MOST_POINTS) series.shift();
   }
+}
+
+// Agents report to the leader alone: the page of another controller points there for the load.
+function showLeader(status) {
+  if (!status.leader) return text("leader", "no leader");
+  const link = document.createElement("a");
+  link.textContent = `led by ${status.leader.id}`;
+  if (status.leads_here === false) {
+    link.href = `${status.leader.url}/?group=${encodeURIComponent(group)}`;
+    link.textContent += ", open its page for the load";
+  }
+  return $("leader").replaceChildren(link);
 }
 
 function showMigration(migration) {
@@ -107,7 +119,8 @@ function drawSeries() {
   draw.fillText(`${Math.round(span / 1000)} s ago`, left, height - 4);
   draw.fillText("now", width - 26, height - 4);
   series.forEach((point, index) => {
-    if (index && point.epoch !== series[index - 1].epoch) {
+    const before = index ? series[index - 1].epoch : null;
+    if (before !== null && point.epoch !== before) {
       draw.strokeStyle = color("--warm");
       draw.beginPath();
       draw.moveTo(x(point.at), top);
@@ -163,8 +176,7 @@ function explainCell(event) {
 }
 
 function showHistory(answer) {
-  const rows = Array.isArray(answer) ? answer : answer.history || answer.epochs || [];
-  const heads = rows.length ? Object.keys(rows[0]).filter((key) => typeof rows[0][key] !== "object").slice(0, 8) : [];
+  const heads = ["epoch", "at", "kind", "moves", "bytes", "predicted_gain_s", "measured_gain_s", "actor", "reason"];
   const line = (cells, kind) => {
     const tr = document.createElement("tr");
     for (const cell of cells) {
@@ -175,10 +187,17 @@ function showHistory(answer) {
     return tr;
   };
   const show = (key, value) => (key === "at" && typeof value === "number"
-    ? new Date(value * 1000).toLocaleTimeString() : typeof value === "object" ? "" : String(value ?? ""));
+    ? new Date(value * 1000).toLocaleString() : typeof value === "number" && !Number.isInteger(value)
+      ? value.toFixed(3) : String(value ?? ""));
   $("history").replaceChildren(
     line(heads.map((key) => key.replaceAll("_", " ")), "th"),
-    ...rows.map((row) => line(heads.map((key) => show(key, row[key])), "td")));
+    ...answer.map((row) => line(heads.map((key) => show(key, row[key])), "td")));
+}
+
+// What the controller remembers from before this page was opened.
+function seed(points) {
+  const known = points.map((point) => ({ at: point.at * 1000, value: point.balancedness, epoch: null }));
+  series.unshift(...known.filter((point) => !series.length || point.at < series[0].at));
 }
 
 async function look() {
@@ -188,6 +207,7 @@ async function look() {
     const [status, load] = await Promise.all([ask(`${base}/status`), ask(`${base}/load`)]);
     showStatus(status);
     heat = load.rank_load || null;
+    if (!series.length || series.length < (load.history || []).length / 2) seed(load.history || []);
     if (looks % 5 === 0) showHistory(await ask(`${base}/history?limit=20`));
     looks += 1;
     drawSeries();

@@ -82,6 +82,10 @@ class SmallDesk:
     async def load(self) -> Any:
         return {"windows": 1, "load": [[5.0, 3.0, 2.0]], "rank_load": [[7.0, 3.0]], "complete": True}
 
+    async def windows(self, since_step: int = -1) -> Any:
+        entry = {"world": "w", "digest": "00ff00ff00ff00ff", "first_step": 0, "last_step": 8}
+        return [{**entry, "load": [[5.0, 3.0, 2.0]], "rank_load": [[7.0, 3.0]]}] if since_step < 8 else []
+
     async def placement(self, epoch: int | None = None) -> Any:
         if epoch is not None and epoch > self.epoch:
             raise NotFound(f"there is no epoch {epoch}")
@@ -96,7 +100,7 @@ class SmallDesk:
         return self.plans_by_id[plan_id]
 
     async def migrations(self) -> Any:
-        return list(self.migrations_by_id.values())
+        return [{**m, "waves": len(m.get("waves", ()))} for m in self.migrations_by_id.values()]
 
     async def migration(self, migration_id: str) -> Any:
         if migration_id not in self.migrations_by_id:
@@ -112,7 +116,8 @@ class SmallDesk:
         return [{"node": "n0", "ranks": [0, 1]}]
 
     async def history(self, limit: int) -> Any:
-        return [{"epoch": e, "at": 1.7e9, "actor": "someone"} for e in range(self.epoch, -1, -1)][:limit]
+        more = {"at": 1.7e9, "kind": "wave", "moves": 2, "bytes": 4096, "actor": "someone", "reason": "tilted"}
+        return [{"epoch": e, **more} for e in range(self.epoch, -1, -1)][:limit]
 
     async def goals(self) -> Any:
         return [{"goal": "worth", "ruling": "NO", "sentence": "gains less than it costs"}]
@@ -143,7 +148,11 @@ class SmallDesk:
         plan = await self.plan(plan_id)
         if plan["base_epoch"] != self.epoch:
             raise Conflict(f"plan {plan_id} is stale: it starts from epoch {plan['base_epoch']}")
-        migration = {"id": f"m{len(self.migrations_by_id) + 1}", "plan": plan_id, "state": "RUNNING", "ends": "DONE"}
+        waves = [
+            {"number": 1, "epoch": self.epoch + 1, "state": "STAGING", "moves": 2, "bytes": 2048, "verified": ["n0"]}
+        ]
+        name = f"m{len(self.migrations_by_id) + 1}"
+        migration = {"id": name, "plan": plan_id, "state": "RUNNING", "ends": "DONE", "waves": waves, "live": 0}
         self.migrations_by_id[migration["id"]] = migration
         return dict(migration)
 

@@ -63,7 +63,7 @@ READS = {
     ("nodes",): ["n0", "0,1"],
     ("goals",): ["worth", "NO", "gains less"],
     ("anomalies",): ["nothing"],
-    ("history", "--limit", "2"): ["EPOCH", "3", "someone"],
+    ("history", "--limit", "2"): ["EPOCH", "3", "someone", "4.0 KiB", "tilted"],
     ("explain", "0", "1"): ["expert 1 is on rank 0"],
     ("leader",): ["g", "http://127.0.0.1:7071"],
     ("mode",): ["propose"],
@@ -117,7 +117,9 @@ def test_rebalance_without_a_reason_to_move(eplane: Command, controller: SmallCo
 def test_plan_and_rollback_and_migration(eplane: Command, controller: SmallController) -> None:
     small = controller.small
     assert eplane("plan", "execute", "p1", "--wait")[0] == 0
-    assert "DONE" in eplane("migration", "show", "m1")[1]
+    out = eplane("migration", "show", "m1")[1]
+    assert "DONE" in out
+    assert "1/0/0" in out
     assert "m1" in eplane("migration", "list")[1]
     assert eplane("migration", "abort", "m1", "--wait")[0] == 0
     assert "DISCARDED" in eplane("plan", "discard", "p1")[1]
@@ -244,7 +246,7 @@ def test_every_command_has_help() -> None:
 
 
 def test_an_unforeseen_error_is_a_sentence_too(eplane: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr("api.cli.session.Session.get", fail)

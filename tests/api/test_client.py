@@ -47,6 +47,21 @@ def test_another_address_is_tried_when_one_is_dead(leader: tuple[SmallController
         assert client.change("POST", PAUSE, WHY) == {"paused": True}
 
 
+def test_the_leader_is_asked_for_what_it_alone_knows(leader: tuple[SmallController, str]) -> None:
+    follower = SmallController()
+    follower.small.leads, follower.small.leader, follower.small.epoch = False, leader[1], 9
+    with served(follower) as other, _client(other, patience_s=0.0) as client:
+        status = "/v1/groups/g/status"
+        assert client.get(status, from_leader=True)["epoch"] == 3
+        assert client.get(status)["epoch"] == 9
+        follower.small.leader = _dead()
+        assert client.get(status, from_leader=True)["epoch"] == 9
+        follower.small.leader = None
+        assert client.get(status, from_leader=True)["epoch"] == 9
+        with pytest.raises(ApiProblem, match="there is no layer"):
+            client.get("/v1/groups/g/explain", from_leader=True, layer=5, expert=0)
+
+
 def _dead() -> str:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

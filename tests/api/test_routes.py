@@ -22,6 +22,8 @@ READS = {
     "/v1/groups": lambda v: v["groups"] == [{"group": "g", "leads_here": True, "leader_url": LEADER_URL}],
     f"{G}/status": lambda v: v["epoch"] == 3 and v["balancedness"]["mean"] is None,
     f"{G}/load": lambda v: v["rank_load"] == [[7.0, 3.0]],
+    f"{G}/windows?since_step=0": lambda v: [w["first_step"] for w in v["windows"]] == [0],
+    f"{G}/windows?since_step=8": lambda v: v["windows"] == [],
     f"{G}/placement": lambda v: v["p2l"] == [[0, 1, 2, -1]] and v["epoch"] == 3,
     f"{G}/placement?epoch=2": lambda v: v["epoch"] == 2,
     f"{G}/plans": lambda v: [p["id"] for p in v] == ["p1"],
@@ -104,6 +106,19 @@ async def test_a_follower_sends_changes_to_the_leader(
     answer = await http.request(method, path, json=body, headers={"If-Match": "3"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert desk.changes == []
+
+
+async def test_what_only_the_leader_knows_can_be_asked_of_it(http: httpx.AsyncClient, desk: SmallDesk) -> None:
+    paths = [f"{G}/status", f"{G}/load", f"{G}/windows", f"{G}/anomalies", f"{G}/explain?layer=0&expert=1"]
+    for leads, leader, status in ((True, None, 200), (False, LEADER_URL, 307), (False, None, 200)):
+        desk.leads, desk.leader = leads, leader
+        for path in paths:
+            asked = f"{path}{'&' if '?' in path else '?'}prefer=leader"
+            answer = await http.get(asked)
+            assert answer.status_code == status
+            if status == 307:
+                assert answer.headers["location"] == LEADER_URL + asked
+    assert (await http.get(f"{G}/status?prefer=me")).status_code == 422
 
 
 async def test_work_that_takes_long_names_its_resource(http: httpx.AsyncClient) -> None:
