@@ -223,6 +223,24 @@ async def test_two_candidates_never_hold_one_seat() -> None:
         await seat.resign()
 
 
+async def test_candidates_that_find_the_seat_empty_together() -> None:
+    clock = ManualClock()
+    store = MemoryStore(clock)
+    seats = [Election(store.connect(), "leader", b"%d" % n, 3, clock) for n in range(4)]
+    tasks = [asyncio.create_task(seat.campaign()) for seat in seats]
+    await settle(200)
+    assert [task.done() for task in tasks].count(True) == 1
+    winner = next(n for n, task in enumerate(tasks) if task.done())
+    kv = await store.get("leader")
+    assert kv is not None
+    assert (kv.value, kv.version, kv.create_revision) == (b"%d" % winner, 1, tasks[winner].result().revision)
+    assert [seat.held() for seat in seats].count(True) == 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await seats[winner].resign()
+
+
 async def test_a_stale_leader_is_fenced() -> None:
     """It still believes, as its clock stood still; its compare does not hold."""
     clock = ManualClock()
@@ -250,11 +268,17 @@ async def test_a_leader_whose_key_is_deleted_hears_of_it() -> None:
     await seat.update(b"changed, and still ours")
     await settle()
     assert seat.held()
-    store.compact((await store.status()).revision)
+    # The watch falls behind, and what it missed is compacted away: the key itself must be read.
+    other = store.connect()
+    store.faults.unavailable = True
+    for value in (b"1", b"2"):
+        await other.transact([Exists("leader")], [Put("leader", value, seat._keeper.lease.id)])  # type: ignore[union-attr]
+    store.compact((await other.status()).revision)
+    store.faults.unavailable = False
     store.wake_watches()
     await settle()
     assert seat.held()
-    await store.connect().transact([Exists("leader")], [Delete("leader")])
+    await other.transact([Exists("leader")], [Delete("leader")])
     await settle()
     assert seat.lost.is_set()
     assert not seat.held()
