@@ -84,7 +84,7 @@ class Driver:
         at = self._noted(journey)
         if at.state in FINAL:
             return await self._finish(journey, at)
-        if at != journey.stored or self._of_an_older_leader(journey):
+        if at != journey.stored:
             wrote = await self._save(journey, at)
             if wrote is not None:
                 return Round(wrote, sentence_of(at), at, _stalled(at))
@@ -95,7 +95,8 @@ class Driver:
             return Round(False, sentence, at, _stalled(at))
         if ready is not None:
             return Round(await self._cut_over(journey, at, ready), sentence_of(at), at, _stalled(at))
-        return Round(False, sentence_of(at), at, _stalled(at))
+        wrote = await self._save(journey, at) if self._of_an_older_leader(journey) else None
+        return Round(bool(wrote), sentence_of(at), at, _stalled(at))
 
     async def abort(self, migration: str, actor: str, reason: str) -> Migration:
         """End a migration before its next cutover. Conflict when every wave is past its cutover, or it has ended."""

@@ -54,13 +54,13 @@ class Loop:
         lead = self._lead
         if lead.state.mode() is Mode.OFF:
             return VerdictKind.OFF, "the group's mode is off"
+        busy = lead.migrating()
+        if busy is not None:
+            return busy
         if facts is None or lead.trouble:
             return (
                 VerdictKind.NO_WORLD if facts is None else VerdictKind.DISAGREE
             ), lead.trouble or "no rank has reported yet"
-        busy = lead.migrating()
-        if busy is not None:
-            return busy
         pause = lead.state.pause()
         if pause is not None:
             return VerdictKind.PAUSED, f"paused by {pause.actor}: {pause.reason}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from eplane.errors import LeaseLost, OutcomeUnknown
+from eplane.errors import LeaseLost, OutcomeUnknown, StoreUnavailable
 from eplane.plan import LeaderEpoch
 from eplane.store.base import Compare, CreateRevision, Delete, Op, Put, Store
 from eplane.store.mirror import Mirror
@@ -68,11 +68,14 @@ class Term:
 
     async def _own_success(self, ops: Sequence[Op]) -> int | None:
         """The revision of a write whose reply was lost, if it can be seen: every record carries a nonce of its writer."""
-        for op in ops:
-            if isinstance(op, Put):
-                found = await self._store.get(op.key)
-                return found.mod_revision if found is not None and found.value == op.value else None
-        return None
+        mine = next((op for op in ops if isinstance(op, Put)), None)
+        if mine is None:
+            return None
+        try:
+            found = await self._store.get(mine.key)
+        except StoreUnavailable:
+            return None
+        return found.mod_revision if found is not None and found.value == mine.value else None
 
 
 def put(key: str, value: bytes, *compares: Compare) -> Transaction:

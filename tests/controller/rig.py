@@ -21,7 +21,7 @@ from controller.solver import Answer, Problem, solve
 from controller.state import GroupState
 from controller.term import Term
 from controller.verdict import Verdict
-from eplane.clock import ManualClock
+from eplane.clock import ManualClock, settle
 from eplane.keys import AckKind, GroupKeys
 from eplane.load import FloatLoad, LoadReport, SubWindow
 from eplane.migration import MigrationState, WaveState
@@ -175,9 +175,7 @@ class Nodes:
             "cells": self.cells,
             "cells_free": 0,
             "bundle_bytes": 1000,
-            "capabilities": dict.fromkeys(
-                ("weighted_shares", "free_slot_order", "live_apply", "phases_known"), True
-            ),
+            "capabilities": dict.fromkeys(("weighted_shares", "free_slot_order", "live_apply", "phases_known"), True),
             "digest": at.digest,
             "epoch": at.epoch,
             "manifest_digest": self.manifest,
@@ -195,7 +193,12 @@ class Nodes:
         report = LoadReport(GROUP, node, self.incarnation, self.world, tuple(subs))
         table = self.tables[self.ranks[ranks[0]].digest]
         statuses = [
-            {"world": self.world, "rank": r, "step": self.step, "live": {"epoch": self.ranks[r].epoch, "digest": self.ranks[r].digest}}
+            {
+                "world": self.world,
+                "rank": r,
+                "step": self.step,
+                "live": {"epoch": self.ranks[r].epoch, "digest": self.ranks[r].digest},
+            }
             for r in ranks
         ]
         return {
@@ -233,14 +236,20 @@ class Seated:
     desk: Desk
     solver: HereSolver
 
+    async def turn(self) -> bool:
+        """One turn, after the mirror has seen what others wrote."""
+        await settle()
+        return await self.lead.turn()
+
     async def turns(self, most: int = 20) -> None:
         """Turns until nothing more is to be written."""
         for _ in range(most):
-            if not await self.lead.turn():
+            if not await self.turn():
                 return
         raise AssertionError("the driver does not come to rest")
 
     async def cycle(self) -> Verdict:
+        await settle()
         return await Loop(self.lead).cycle()
 
 
@@ -278,7 +287,9 @@ async def settings(store: MemoryStore, **values: Any) -> None:
     GroupSettings().patched(values)
     record = SettingsRecord(values, "test", "", 0.0, new_nonce())
     found = await store.get(KEYS.settings)
-    await store.transact([ModRevision(KEYS.settings, found.mod_revision if found else 0)], [Put(KEYS.settings, encode(record))])
+    await store.transact(
+        [ModRevision(KEYS.settings, found.mod_revision if found else 0)], [Put(KEYS.settings, encode(record))]
+    )
 
 
 async def mode(store: MemoryStore, value: Mode) -> None:

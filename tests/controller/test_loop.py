@@ -1,0 +1,449 @@
+"""The control cycle: every verdict, adoption, confirmation and quiet, limits across leaders, and the desk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from controller.adoption import SETTLED_S
+from controller.history import prune
+from controller.verdict import VerdictKind
+from eplane.errors import Conflict, Infeasible, Invalid, NotFound, RefusedByGoal, SolverFailed
+from eplane.migration import MigrationState
+from eplane.placement import Placement
+from eplane.plan import PlanKind, PlanState
+from eplane.records import HistoryKind, Mode
+from eplane.store.base import DeletePrefix, Exists
+from tests.controller.conftest import Rig
+from tests.controller.rig import (
+    CELLS,
+    EXPERTS,
+    KEYS,
+    LAYERS,
+    RANKS,
+    SLOTS,
+    Nodes,
+    Seated,
+    mode,
+    settings,
+    start_placement,
+    tilted,
+)
+from tests.controller.test_driver import finish
+
+BASE = {"policy": "eplb", "confirm": False, "cooldown_s": 0, "min_window_tokens": 10}
+
+
+async def loaded(rig: Rig, hot: int = 0, **values: object) -> Seated:
+    """A leader of an adopted world with four windows of a tilted load."""
+    await settings(rig.store, **{**BASE, **values})
+    leader = await rig.adopted()
+    await rig.nodes.report(leader.desk, tilted(hot), 4)
+    return leader
+
+
+async def migrated(rig: Rig, **values: object) -> Seated:
+    leader = await loaded(rig, **values)
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+    assert await finish(rig, leader) is MigrationState.DONE
+    return leader
+
+
+async def test_a_world_is_adopted_as_it_is_and_never_pushed_at(rig: Rig) -> None:
+    leader = await rig.lead()
+    assert (await leader.cycle()).kind is VerdictKind.NO_WORLD
+    replies = await rig.nodes.report(leader.desk, tilted(), 2)
+    assert all(
+        "not the life" in r["reason"] or "no world" in r["reason"] for reply in replies for r in reply["refused"]
+    )
+    await leader.turns()
+    pointer, world = leader.group.state.epoch(), leader.group.state.world()
+    assert pointer is not None
+    assert world is not None
+    assert (pointer.epoch, pointer.digest) == (1, start_placement().digest)
+    assert world.world.cells == CELLS
+    assert leader.group.state.histories()[1].made_by is HistoryKind.ADOPTION
+    assert leader.group.state.active() is None
+    assert (await leader.cycle()).kind is VerdictKind.NO_LOAD
+
+
+async def test_a_table_that_no_one_knows_is_asked_for(rig: Rig) -> None:
+    table = start_placement().p2l.copy()
+    table[0, [0, 1]] = table[0, [1, 0]]
+    strange = Placement(table, RANKS, EXPERTS)
+    rig.nodes = Nodes(rig.store, rig.clock, strange)
+    leader = await rig.lead()
+    bodies = [rig.nodes.body(node) for node in rig.nodes.names]
+    replies = [await leader.desk.ingest({**body, "placement": None}) for body in bodies]
+    assert replies[-1]["want_describe"]
+    await leader.turns()
+    assert leader.lead.trouble is not None
+    assert "has not been reported yet" in leader.lead.trouble
+    wrong = {**bodies[0]["placement"], "p2l": start_placement().p2l.tolist()}
+    assert "the table is" in (await leader.desk.ingest({**bodies[0], "placement": wrong}))["refused"][0]["reason"]
+    await leader.desk.ingest(bodies[0])
+    await leader.turns()
+    assert leader.group.state.placement().digest == strange.digest
+
+
+async def test_ranks_that_disagree_are_left_alone(rig: Rig) -> None:
+    leader = await rig.lead()
+    other = start_placement().p2l.copy()
+    other[0, [0, 1]] = other[0, [1, 0]]
+    found = Placement(other, RANKS, EXPERTS)
+    rig.nodes.tables[found.digest] = found
+    rig.nodes.ranks[3].digest = found.digest
+    await rig.nodes.report(leader.desk)
+    await leader.turns()
+    verdict = await leader.cycle()
+    assert verdict.kind is VerdictKind.NO_WORLD
+    assert "ranks disagree: rank 0 serves" in verdict.sentence
+    assert leader.group.state.epoch() is None
+
+
+async def test_half_a_world_is_waited_for(rig: Rig) -> None:
+    leader = await rig.lead()
+    await leader.desk.ingest(rig.nodes.body("n0"))
+    await leader.turns()
+    assert (await leader.cycle()).sentence.endswith("ranks [2, 3] have not reported yet")
+
+
+async def test_a_late_word_of_the_old_world_does_not_bring_it_back(rig: Rig) -> None:
+    leader = await rig.adopted()
+    old = rig.nodes
+    rig.nodes = Nodes(rig.store, rig.clock, start_placement(), world="c" * 16)
+    await rig.nodes.report(leader.desk)
+    await leader.turns()
+    for node in old.names:
+        await leader.desk.ingest(old.body(node))
+    await leader.turns()
+    pointer = leader.group.state.epoch()
+    assert pointer is not None
+    assert (pointer.world, pointer.epoch) == ("c" * 16, 2)
+
+
+async def test_after_a_wiped_store_the_living_world_is_adopted_with_the_epochs_going_on(rig: Rig) -> None:
+    await migrated(rig)
+    served = rig.nodes.ranks[0].digest
+    highest = max(rank.epoch or 0 for rank in rig.nodes.ranks)
+    await rig.store.transact([Exists(KEYS.epoch)], [DeletePrefix(KEYS.prefix)])
+    fresh = await rig.lead("c1")
+    await rig.nodes.appear()
+    await rig.nodes.report(fresh.desk)
+    await fresh.turns()
+    pointer = fresh.group.state.epoch()
+    assert pointer is not None
+    assert (pointer.digest, pointer.epoch) == (served, highest + 1)
+
+
+async def test_a_store_that_was_set_back_follows_what_all_ranks_serve(rig: Rig) -> None:
+    leader = await rig.adopted()
+    table = start_placement().p2l.copy()
+    table[0, [0, 1]] = table[0, [1, 0]]
+    ahead = Placement(table, RANKS, EXPERTS)
+    rig.nodes.tables[ahead.digest] = ahead
+    for rank in rig.nodes.ranks:
+        rank.digest, rank.epoch = ahead.digest, 9
+    await rig.nodes.report(leader.desk)
+    await leader.turns()
+    first = leader.group.state.epoch()
+    assert first is not None
+    assert first.epoch == 1
+    rig.clock.advance(SETTLED_S + 1)
+    await rig.nodes.report(leader.desk)
+    await leader.turns()
+    pointer = leader.group.state.epoch()
+    assert pointer is not None
+    assert (pointer.digest, pointer.epoch) == (ahead.digest, 10)
+
+
+async def test_static_moves_nothing_and_says_so(rig: Rig) -> None:
+    leader = await loaded(rig, policy="static")
+    verdict = await leader.cycle()
+    assert verdict.kind is VerdictKind.STATIC
+    assert "nothing moves" in verdict.sentence
+    assert await leader.desk.plans() == []
+
+
+@pytest.mark.parametrize(("value", "kind"), [(Mode.OFF, VerdictKind.OFF), (Mode.OBSERVE, VerdictKind.OBSERVING)])
+async def test_modes_that_only_look(rig: Rig, value: Mode, kind: VerdictKind) -> None:
+    leader = await loaded(rig)
+    await mode(rig.store, value)
+    assert (await leader.cycle()).kind is kind
+    assert leader.solver.asked == 0
+
+
+async def test_propose_stores_one_plan_and_waits_for_a_person(rig: Rig) -> None:
+    await mode(rig.store, Mode.PROPOSE)
+    leader = await loaded(rig)
+    assert (await leader.cycle()).kind is VerdictKind.PROPOSED
+    again = await leader.cycle()
+    assert again.kind is VerdictKind.PROPOSED
+    assert "waits for a person" in again.sentence
+    (plan,) = leader.group.state.plans()
+    assert leader.group.state.active() is None
+    started = await leader.desk.execute(plan.id, 1, "ops", "looks right")
+    assert started["state"] == "RUNNING"
+    with pytest.raises(Conflict, match="is EXECUTING"):
+        await leader.desk.execute(plan.id, 1, "ops", "twice")
+    assert await finish(rig, leader) is MigrationState.DONE
+
+
+async def test_a_proposal_that_no_longer_pays_is_set_aside(rig: Rig) -> None:
+    await mode(rig.store, Mode.PROPOSE)
+    leader = await loaded(rig, window=4)
+    await leader.cycle()
+    level = np.full((LAYERS, EXPERTS), 400.0)
+    await rig.nodes.report(leader.desk, level, 6)
+    verdict = await leader.cycle()
+    assert verdict.kind in (VerdictKind.LEVEL, VerdictKind.NOT_WORTH_IT)
+    assert [p.state for p in leader.group.state.plans()] == [PlanState.STALE]
+
+
+async def test_a_change_is_confirmed_on_traffic_that_came_after_it(rig: Rig) -> None:
+    leader = await loaded(rig, confirm=True)
+    assert (await leader.cycle()).kind is VerdictKind.CONFIRMING
+    assert (await leader.cycle()).kind is VerdictKind.CONFIRMING
+    assert leader.solver.asked == 1
+    await rig.nodes.report(leader.desk, tilted(), 2)
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+
+
+async def test_a_change_that_later_traffic_does_not_confirm_is_dropped(rig: Rig) -> None:
+    leader = await loaded(rig, confirm=True)
+    assert (await leader.cycle()).kind is VerdictKind.CONFIRMING
+    await rig.nodes.report(leader.desk, np.full((LAYERS, EXPERTS), 400.0), 2)
+    verdict = await leader.cycle()
+    assert verdict.kind is VerdictKind.NOT_WORTH_IT
+    assert "would have gained" in verdict.sentence
+    assert leader.group.state.migrations() == ()
+
+
+async def test_stable_traffic_starts_nothing_more(rig: Rig) -> None:
+    leader = await migrated(rig, min_gain=0.05)
+    rng = np.random.default_rng(3)
+    for _ in range(12):
+        rig.clock.advance(5)
+        noisy = rng.poisson(tilted()).astype(float)
+        await rig.nodes.report(leader.desk, noisy, 2)
+        verdict = await leader.cycle()
+        assert verdict.kind in (VerdictKind.LEVEL, VerdictKind.NOT_WORTH_IT), verdict.sentence
+    assert len(leader.group.state.migrations()) == 1
+
+
+async def test_without_hysteresis_noise_would_move_experts(rig: Rig) -> None:
+    leader = await migrated(rig, min_gain=0.05)
+    await settings(rig.store, **{**BASE, "min_gain": 0.0, "interference": 0.0, "window": 1})
+    rng = np.random.default_rng(3)
+    kinds = set()
+    for _ in range(12):
+        await rig.nodes.report(leader.desk, rng.poisson(tilted() / 50).astype(float), 2)
+        kinds.add((await leader.cycle()).kind)
+    assert VerdictKind.STARTED in kinds
+
+
+async def test_what_a_migration_truly_gained_is_filled_in(rig: Rig) -> None:
+    leader = await migrated(rig)
+    await rig.nodes.report(leader.desk, tilted(), 6)
+    await leader.cycle()
+    pointer = leader.group.state.epoch()
+    assert pointer is not None
+    record = leader.group.state.histories()[pointer.epoch]
+    assert record.measured_gain_s is not None
+    assert record.predicted_gain_s is not None
+    assert record.measured_gain_s == pytest.approx(record.predicted_gain_s, rel=0.1)
+    (line,) = await leader.desk.migrations()
+    assert (await leader.desk.migration(line["id"]))["measured_gain_s"] == record.measured_gain_s
+
+
+async def test_limits_hold_across_a_change_of_leader(rig: Rig) -> None:
+    leader = await migrated(rig)
+    moved = sum(sum(m.moves.values()) for m in leader.group.state.moves())
+    await settings(rig.store, **{**BASE, "moves_per_hour": moved + 1})
+    fresh = await rig.lead("c1")
+    await rig.nodes.report(fresh.desk, tilted(hot=4), 4)
+    verdict = await fresh.cycle()
+    assert verdict.kind is VerdictKind.THROTTLED
+    assert f"{moved} bundles moved in the last hour" in verdict.sentence
+    plan = await fresh.desk.propose("eplb", "ops", "now")
+    with pytest.raises(RefusedByGoal, match="moves_per_hour"):
+        await fresh.desk.execute(plan["id"], None, "ops", "")
+    rig.clock.advance(3601)
+    assert (await fresh.cycle()).kind is VerdictKind.STARTED
+
+
+async def test_a_cooldown_is_kept_by_the_next_leader(rig: Rig) -> None:
+    await migrated(rig, cooldown_s=60)
+    fresh = await rig.lead("c1")
+    await rig.nodes.report(fresh.desk, tilted(hot=4), 4)
+    assert (await fresh.cycle()).kind is VerdictKind.THROTTLED
+    rig.clock.advance(61)
+    assert (await fresh.cycle()).kind is VerdictKind.STARTED
+
+
+async def test_a_drained_node_is_emptied_whatever_it_gains(rig: Rig) -> None:
+    await settings(rig.store, **{**BASE, "drained": ["n1"]})
+    leader = await rig.adopted()
+    await rig.nodes.report(leader.desk, tilted(), 4)
+    verdict = await leader.cycle()
+    assert verdict.kind is VerdictKind.INFEASIBLE
+    assert "drained" in verdict.sentence
+    rig.nodes = Nodes(rig.store, rig.clock, wide(), world="c" * 16, cells=24)
+    await rig.nodes.appear()
+    await rig.nodes.report(leader.desk)
+    await leader.turns()
+    await rig.nodes.report(leader.desk, tilted(), 4)
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+    assert await finish(rig, leader) is MigrationState.DONE
+    assert leader.group.state.plans()[-1].kind is PlanKind.DRAIN
+    assert (leader.group.state.placement().by_rank()[:, 2:] == -1).all()
+
+
+def wide() -> Placement:
+    """Four ranks of six slots, half of them empty: one node could hold everything."""
+    table = np.full((LAYERS, RANKS, 6), -1)
+    table[:, :, :SLOTS] = start_placement().by_rank()
+    return Placement(table.reshape(LAYERS, -1), RANKS, EXPERTS)
+
+
+async def test_a_solver_that_fails_changes_nothing_and_is_asked_again(rig: Rig) -> None:
+    leader = await loaded(rig)
+    for error in (SolverFailed("it ended"), Infeasible("spread", "too few nodes")):
+        leader.solver.fails = error
+        verdict = await leader.cycle()
+        assert verdict.kind in (VerdictKind.FAILED, VerdictKind.INFEASIBLE)
+        assert str(error) in verdict.sentence
+    leader.solver.fails = None
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+
+
+async def test_a_stale_plan_is_refused_and_marked(rig: Rig) -> None:
+    leader = await loaded(rig)
+    plan = await leader.desk.propose(None, "ops", "try")
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+    with pytest.raises(Conflict, match="is active"):
+        await leader.desk.execute(plan["id"], 1, "ops", "")
+    assert await finish(rig, leader) is MigrationState.DONE
+    with pytest.raises(Conflict, match="is stale"):
+        await leader.desk.execute(plan["id"], 1, "ops", "")
+    assert (await leader.desk.plan(plan["id"]))["state"] == "STALE"
+    with pytest.raises(NotFound):
+        await leader.desk.execute("nothing", 1, "ops", "")
+
+
+async def test_the_epoch_a_person_saw_must_be_the_live_one(rig: Rig) -> None:
+    leader = await loaded(rig)
+    plan = await leader.desk.propose(None, "ops", "try")
+    with pytest.raises(Conflict, match="epoch 7 was expected"):
+        await leader.desk.execute(plan["id"], 7, "ops", "")
+    await leader.desk.pause("ops", "wait")
+    with pytest.raises(Conflict, match="paused by ops"):
+        await leader.desk.execute(plan["id"], 1, "ops", "")
+    await leader.desk.resume("ops", "")
+    discarded = await leader.desk.discard(plan["id"], "ops", "no")
+    assert discarded["state"] == "DISCARDED"
+    with pytest.raises(Conflict, match="DISCARDED"):
+        await leader.desk.execute(plan["id"], 1, "ops", "")
+
+
+async def test_a_rollback_is_a_plan_like_any_other(rig: Rig) -> None:
+    leader = await migrated(rig)
+    plan = await leader.desk.rollback(1, "ops", "undo")
+    assert plan["kind"] == "rollback"
+    assert leader.group.state.active() is None
+    await leader.desk.execute(plan["id"], None, "ops", "")
+    assert await finish(rig, leader) is MigrationState.DONE
+    assert leader.group.state.placement().digest == start_placement().digest
+    assert "already" in await leader.desk.rollback(1, "ops", "again")
+    with pytest.raises(Conflict, match="not in the past"):
+        await leader.desk.rollback(99, "ops", "")
+
+
+async def test_settings_change_while_it_runs_and_bad_ones_name_their_field(rig: Rig) -> None:
+    leader = await loaded(rig)
+    shown = await leader.desk.set_settings({"min_gain": 0.99}, "ops", "quiet")
+    assert shown["min_gain"] == 0.99
+    assert (await leader.cycle()).kind is VerdictKind.NOT_WORTH_IT
+    for patch, field in (({"min_gain": 2}, "min_gain"), ({"nonsense": 1}, "nonsense"), ({"policy": "best"}, "policy")):
+        with pytest.raises(Invalid) as error:
+            await leader.desk.set_settings(patch, "ops", "")
+        assert error.value.field == field
+    with pytest.raises(Invalid):
+        await leader.desk.set_mode("turbo", "ops", "")
+    with pytest.raises(Invalid, match=r"options\.drained"):
+        await leader.desk.propose(None, "ops", "", {"drained": [0]})
+
+
+async def test_bad_reports_are_refused_by_themselves(rig: Rig) -> None:
+    leader = await rig.adopted()
+    good = rig.nodes.body("n0", tilted(), 2)
+    for body in ({}, {"report": 7}, {**good, "report": {**good["report"], "group": "other"}}):
+        with pytest.raises(Invalid):
+            await leader.desk.ingest(body)
+    broken = {**good, "describe": [{"world": 3}, *good["describe"]], "statuses": ["x"]}
+    reply = await leader.desk.ingest(broken)
+    assert reply["accepted"] == 4
+    assert len(reply["refused"]) == 2
+    assert (await leader.desk.ingest(good))["accepted"] == 0
+    assert b'eplane_subwindows_refused_total{cause="duplicate",group="g"} 4.0' in leader.group.metrics.text()
+
+
+async def test_shares_ride_back_on_replies_when_they_level_the_load(rig: Rig) -> None:
+    leader = await loaded(rig, policy="static")
+
+    async def split(p2l, ranks, load, timeout_s):  # type: ignore[no-untyped-def]
+        shares = Placement(p2l, ranks, EXPERTS).even_shares()
+        for layer in range(LAYERS):
+            first, second = np.flatnonzero(p2l[layer] == 0)
+            shares[layer, first], shares[layer, second] = 0.2, 0.8
+        return shares
+
+    leader.solver.shares = split  # type: ignore[method-assign]
+    await leader.cycle()
+    reply = (await rig.nodes.report(leader.desk))[0]
+    assert reply["shares"]["digest"] == start_placement().digest
+    assert 0.8 in reply["shares"]["shares"][0]
+
+
+async def test_everything_can_be_shown(rig: Rig) -> None:
+    leader = await migrated(rig)
+    await rig.nodes.report(leader.desk, tilted(), 4)
+    desk = leader.desk
+    status = await desk.status()
+    assert status["agents"] == "2/2"
+    assert status["leader"]["url"] == "http://c0"
+    shown = await desk.load()
+    assert np.array(shown["rank_load"]).shape == (LAYERS, RANKS)
+    assert (await desk.placement())["epoch"] == status["epoch"]
+    assert (await desk.placement(1))["digest"] == start_placement().digest
+    assert [h["epoch"] for h in await desk.history(2)] == [status["epoch"], status["epoch"] - 1]
+    assert {g["goal"] for g in await desk.goals()} >= {"coverage", "capacity", "gain", "moves_per_hour"}
+    told = await desk.explain(0, 0)
+    assert told["ranks"]
+    assert "replicas" in told["sentence"]
+    with pytest.raises(NotFound):
+        await desk.explain(9, 0)
+    assert (await desk.config())["policy"] == "eplb"
+    assert [n["node"] for n in await desk.nodes()] == ["n0", "n1"]
+    assert all("sentence" in item for item in await desk.anomalies())
+
+
+async def test_history_is_bounded_and_what_is_kept_can_be_rebuilt(rig: Rig) -> None:
+    leader = await loaded(rig, max_moves_per_wave=2)
+    for turn in range(10):
+        rig.clock.advance(4000)
+        await rig.nodes.report(leader.desk, tilted(hot=4 * (turn % 2)), 20)
+        verdict = await leader.cycle()
+        if verdict.kind is VerdictKind.STARTED:
+            assert await finish(rig, leader) is MigrationState.DONE
+    pointer = leader.group.state.epoch()
+    assert pointer is not None
+    assert pointer.epoch > 34
+    assert await prune(leader.group.state, leader.lead.term, rig.clock, 2) > 0
+    kept = sorted(leader.group.state.histories())
+    assert 2 <= len(kept) < 34
+    for epoch in kept:
+        leader.group.state.placement(epoch)
+    assert len(leader.group.state.migrations()) <= 2
+    await rig.nodes.report(leader.desk, tilted(), 20)
+    assert (await leader.cycle()).kind is not VerdictKind.BROKEN_RECORD
