@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 from eplane.errors import LinkLost, LinkRefused, MessageError
@@ -52,7 +53,11 @@ class LinkClient:
         return Describe.from_json(await self._call("hello", {"agent_incarnation": incarnation, "leader_epoch": leader}))
 
     async def close(self) -> None:
-        self._disconnect()
+        if self._streams is not None:
+            writer = self._streams[1]
+            self._disconnect()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def describe(self) -> Describe:
         return Describe.from_json(await self._call("describe", {}))

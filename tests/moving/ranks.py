@@ -23,7 +23,7 @@ from eplane.errors import GenerationEnded, WorldEnded
 from eplane.placement import linear
 from runtime.faults import Faults
 from runtime.link.server import LinkServer
-from runtime.tables import HEADER, HEADER_ARMED, HEADER_TOKENS, LiveTable
+from runtime.tables import HEADER_ARMED, HEADER_TOKENS, LiveTable
 from runtime.transfer import PairedTransfer
 from tests.moving.rig import RealRank, number_of
 
@@ -100,16 +100,16 @@ def serve(rank: int, setting: Setting) -> None:
 
 def _steps(mine: RealRank, setting: Setting, folder: Path, result: dict[str, Any]) -> None:
     rng = np.random.default_rng(mine.rank)
+    idle, busy = (folder / "idle").exists(), (folder / "busy").exists()
     step = 0
     while True:
         table = mine.switch.begin_step(step)
         # Traffic comes and goes: of every 40 steps, 15 find the whole group idle, and ranks differ in the others.
-        tokens = 0 if step % 40 >= 25 else int(rng.integers(0, 5))
+        tokens = 20 if busy else 0 if idle or step % 40 >= 25 else int(rng.integers(0, 5))
         if mine.rank == 0 and (folder / "stop").exists():
             tokens = STOP
         header = torch.tensor([table.digest64, mine.switch.sample(), tokens, step], dtype=torch.int64)
-        headers = torch.zeros((setting.ranks, HEADER), dtype=torch.int64)
-        dist.all_gather_into_tensor(headers, header)
+        headers = _gather(header, setting.ranks)
         mine.switch.check(headers)
         mine.switch.agree(headers[:, HEADER_ARMED].tolist())
         counts = headers[:, HEADER_TOKENS].tolist()
@@ -123,6 +123,13 @@ def _steps(mine: RealRank, setting: Setting, folder: Path, result: dict[str, Any
         mine.switch.end_step(step)
         result["steps"] += 1
         step += 1
+
+
+def _gather(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """`[ranks, *shape]`: the tensor of every rank."""
+    parts = [torch.zeros_like(tensor) for _ in range(ranks)]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts)
 
 
 def _exchange(
@@ -141,9 +148,7 @@ def _exchange(
         experts = torch.from_numpy(rng.integers(setting.experts, size=own))
         asked[layer, :own, 0] = table.choose(layer, experts)
         asked[layer, :own, 1] = experts
-    everything = torch.zeros((setting.ranks * setting.layers, most, 2), dtype=torch.int64)
-    dist.all_gather_into_tensor(everything, asked)
-    everything = everything.reshape(setting.ranks, setting.layers, most, 2)
+    everything = _gather(asked, setting.ranks)
     answers = torch.zeros(everything.shape[:3], dtype=torch.float64)
     for rank, layer, token in torch.nonzero(everything[..., 0] // setting.slots == mine.rank).tolist():
         slot = int(everything[rank, layer, token, 0])
@@ -219,7 +224,7 @@ def _reused_tag(rank: int, transfer: PairedTransfer) -> object:
 def _timed_out(rank: int, transfer: PairedTransfer) -> object:
     """Rank 1 waits for what is never sent: its generation ends for good."""
     if rank == 0:
-        time.sleep(3.0)
+        time.sleep(2.0)
         return "silent"
     said = []
     for _ in range(2):
