@@ -396,17 +396,25 @@ def test_a_successor_finishes_what_was_half_stored() -> None:
 
 
 WAVE1 = run(migration(2, True), Start(), *cut(1))
+CUT = run(migration(1), Start(), *cut(1))
+STOPS = run(migration(3, True), Start(), *cut(1), AbortAsked("op", "x"))
+LOST = run(WAVE1, WorldLost(""))
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        replace(WAVE1, waves=()),
+        replace(WAVE1, waves=(), state=DONE),
+        replace(migration(2), state=RUNNING),
+        replace(STOPS, state=RUNNING),
+        replace(CUT, state=STOPPING),
+        replace(STOPS, waves=(*STOPS.waves[:2], migration(3, True).waves[2])),
+        replace(LOST, state=DEAD, reason="odd"),
+        replace(CUT, state=DEAD),
         replace(WAVE1, base_epoch=BASE + 1),
         replace(WAVE1, state=DONE),
         replace(WAVE1, state=STOPPED),
         replace(WAVE1, state=ABORTED),
-        replace(WAVE1, state=STOPPING),
         replace(WAVE1, state=MigrationState.PLANNED),
         replace(WAVE1, state=DEAD),
         replace(WAVE1, waves=(WAVE1.waves[0], replace(WAVE1.waves[1], overlaps=False))),
@@ -424,6 +432,21 @@ WAVE1 = run(migration(2, True), Start(), *cut(1))
 def test_each_rule_of_a_migration_is_checked(broken: Migration) -> None:
     with pytest.raises(InvariantBroken):
         check_migration(broken)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (STOPS, replace(STOPS, state=RUNNING)),
+        (LOST, replace(LOST, state=DEAD)),
+        (WAVE1, replace(WAVE1, waves=WAVE1.waves[:1])),
+        (WAVE1, replace(WAVE1, world="b" * 16)),
+        (WAVE1, run(migration(2, True), Start())),
+    ],
+)
+def test_the_rule_that_nothing_is_taken_back(before: Migration, after: Migration) -> None:
+    with pytest.raises(InvariantBroken):
+        machine._check_step(before, after)
 
 
 def _always(*_: object) -> bool:

@@ -22,11 +22,22 @@ from eplane.migration import (
 )
 from eplane.plan import PlanState
 from eplane.records import AckRecord, ActiveRecord, EpochPointer, MovesRecord, PauseRecord, WorldRecord, decode, encode
-from eplane.store.base import Delete, Exists, Missing, Put, Store
+from eplane.store.base import (
+    Compare,
+    CreateRevision,
+    Delete,
+    Exists,
+    Missing,
+    ModRevision,
+    Put,
+    Store,
+    ValueIs,
+    check_transaction,
+)
 from eplane.store.memory import MemoryStore
 from eplane.transactions import Transaction
 from eplane.wave import WaveState
-from eplane.work import MigrationRecord, WaveRecord, encode_plan
+from eplane.work import MigrationRecord, StoredPlan, WaveRecord, encode_plan
 from tests.ground.samples import (
     ADOPTION,
     BASE,
@@ -217,6 +228,41 @@ async def test_an_ack_is_written_once_and_not_by_a_life_that_is_over() -> None:
     second = (await group.store.transact([Missing(KEYS.agent("n0"))], [presence])).revision
     assert not await group.all(transactions.acknowledge(KEYS, first, [clean]))
     assert await group.all(transactions.acknowledge(KEYS, second, [clean]))
+
+
+def test_what_each_transaction_compares() -> None:
+    """Each line is a guard; the tests above show what the most important ones are for."""
+    leads = CreateRevision(KEYS.leader, 3)
+    world, pointer, wave = ModRevision(KEYS.world, 4), ModRevision(KEYS.epoch, 5), ModRevision(WAVE_KEY, 6)
+    migration, presence = ModRevision(KEYS.migration("m1"), 7), CreateRevision(KEYS.agent("n0"), 8)
+    running, first = migration_record(RUNNING), wave_record(RUNNING.waves[0])
+    ack = AckRecord(AckKind.CLEAN, RUNNING.identity(1), "n0", "e" * 16, 1.0, NONCE)
+    cut = wave_record(CUT.waves[0])
+    expected: list[tuple[Transaction, set[Compare]]] = [
+        (transactions.placement_parts(KEYS, 3, BASE)[0], {leads}),
+        (transactions.plan_parts(KEYS, 3, "p1", StoredPlan(b"", (b"x",)))[0], {leads}),
+        (
+            transactions.adopt(KEYS, 3, 4, 5, WORLD_RECORD, POINTER, ADOPTION),
+            {leads, world, pointer, Missing(KEYS.history(7))},
+        ),
+        (
+            transactions.begin(KEYS, 3, 4, 5, running, first, ACTIVE, b"plan"),
+            {leads, world, pointer, Missing(KEYS.active), Missing(KEYS.migration("m1")), Missing(KEYS.pause)},
+        ),
+        (transactions.write_wave(KEYS, 3, 6, first), {leads, wave}),
+        (
+            transactions.cutover(KEYS, 3, 6, 5, 4, cut, NEXT, wave_history(), MOVES),
+            {leads, wave, pointer, world, Missing(KEYS.pause), Missing(KEYS.history(8))},
+        ),
+        (
+            transactions.finish(KEYS, 3, 7, b"active", running, b"plan"),
+            {leads, ValueIs(KEYS.active, b"active"), migration},
+        ),
+        (transactions.acknowledge(KEYS, 8, [ack])[0], {presence, Missing(KEYS.ack("m1", 1, AckKind.CLEAN, "n0"))}),
+    ]
+    for made, compares in expected:
+        assert set(made.compares) == compares
+        check_transaction(made.compares, made.ops)
 
 
 def cutover_of(wave: WaveRecord, pointer: EpochPointer = NEXT) -> Transaction:
