@@ -14,9 +14,18 @@ from api.auth import Auth, AuthSettings, check_bind
 from api.serving import address_of, listening_socket, serve
 from controller.settings import ControllerSettings
 from eplane.clock import SystemClock
-from eplane.errors import BadInput
+from eplane.errors import BadInput, SettingsError
 from eplane.store.etcd import EtcdStore
 from eplane.store.tls import TlsFiles
+
+# Where a person gave what the settings refuse.
+_OPTIONS = {
+    "url": "--url",
+    "groups": "--group",
+    "controller_id": "--id",
+    "lease_ttl_s": "--ttl",
+    "default_mode": "--mode",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,8 @@ async def _run(
 
     store = EtcdStore([part.strip() for part in options.etcd.split(",") if part.strip()], tls=tls)
     try:
+        # Asked once before anything is served: who starts a controller on a dead store wants to hear it.
+        await store.status()
         controller = Controller(store, settings, SystemClock())
         await serve(create_app(controller, auth), listener, options.auth, controller.run)
     finally:
@@ -77,7 +88,10 @@ def _settings(options: ControllerOptions, host: str, port: int) -> ControllerSet
         "lease_ttl_s": options.ttl_s,
         "default_mode": options.mode,
     }
-    return ControllerSettings.from_mapping({name: value for name, value in given.items() if value is not None})
+    try:
+        return ControllerSettings.from_mapping({name: value for name, value in given.items() if value is not None})
+    except SettingsError as error:
+        raise BadInput(f"{_OPTIONS.get(error.field, error.field)}: {error.reason}") from None
 
 
 def _url_of(host: str, port: int, has_tls: bool) -> str:

@@ -84,7 +84,7 @@ def _version(name: str) -> str | None:
 
 
 def _etcd(given: str | None) -> Finding:
-    if given:
+    if given and not os.path.isfile(given):
         return _asked_etcd(given)
     try:
         binary = etcd_binary()

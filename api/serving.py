@@ -77,6 +77,14 @@ async def serve(app: FastAPI, listener: socket.socket, auth: AuthSettings, run: 
     http.cancel()
     for result in await asyncio.gather(controller, http, return_exceptions=True):
         if isinstance(result, Exception):
-            raise result
+            raise _first(result)
     if by_itself:
         raise EPlaneError("a part of the controller ended without having been asked to")
+
+
+def _first(error: Exception) -> Exception:
+    """Of errors that came as a group the first that says what to do; a person reads one sentence, not a tree."""
+    leaves = [error]
+    while any(isinstance(one, ExceptionGroup) for one in leaves):
+        leaves = [leaf for one in leaves for leaf in (one.exceptions if isinstance(one, ExceptionGroup) else (one,))]
+    return next((one for one in leaves if isinstance(one, EPlaneError)), leaves[0])

