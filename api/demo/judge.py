@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from api.demo.traffic import Answered
 from eplane.errors import StackError
@@ -37,11 +38,11 @@ def judge(answers: Sequence[Answered], model: str) -> Judgement:
         wrong += verdict["wrong"]
     step = max(1, len(answers) // PLAIN_SAMPLES)
     sample = list(answers[::step][:PLAIN_SAMPLES])
-    differences = [verdict["max_difference"] for verdict in _score(sample, model, "--plain")]
+    differences = [verdict["max_logprob_diff"] for verdict in _score(sample, model, "--plain")]
     return Judgement(checked, wrong, len(differences), max(differences, default=0.0))
 
 
-def _score(answers: Sequence[Answered], model: str, *options: str) -> list[dict[str, int]]:
+def _score(answers: Sequence[Answered], model: str, *options: str) -> list[dict[str, Any]]:
     if not answers:
         return []
     lines = "".join(json.dumps(answer.to_json()) + "\n" for answer in answers)

@@ -57,7 +57,7 @@ class Tally:
 
 def held_out_prompts() -> dict[str, list[str]]:
     """The prompts that ship with the model, by domain, as its own process tells them."""
-    command = [sys.executable, "-m", "runtime", "prompts"]
+    command = [sys.executable, "-m", "runtime.tiny", "prompts"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise StackError(f"the held-out prompts cannot be read: {done.stderr.strip()}")

@@ -23,9 +23,9 @@ class Seen:
 
     status: Json = field(default_factory=dict)
     migrations: dict[str, Json] = field(default_factory=dict)
-    history: dict[int, Json] = field(default_factory=dict)
     worlds: list[Json] = field(default_factory=list)
-    rank_load: list[list[float]] = field(default_factory=list)
+    # Of each rank of each world.
+    steps: dict[tuple[int, str], list[list[float]]] = field(default_factory=dict)
 
     def active(self) -> Json | None:
         """The migration in progress."""
@@ -41,6 +41,7 @@ class Watcher:
         self._fronts = fronts
         self._ledger = ledger
         self._http = httpx.AsyncClient(timeout=3.0, trust_env=False)
+        self._since: dict[str, int] = {}
         self.seen = Seen()
         self.started_at = time.time()
         self._t0 = time.monotonic()
@@ -58,22 +59,27 @@ class Watcher:
         status = await self._ask("status")
         if status is not None:
             self.seen.status = status
-        load = await self._ask("load")
-        if load is not None:
-            self._ledger.add(_windows(load))
-        for migration in await self._ask("migrations") or []:
-            self.seen.migrations[migration["id"]] = migration
-        for record in await self._ask("history?limit=64") or []:
-            self.seen.history[record["epoch"]] = record
+        for url in self._controllers:
+            # Only the leader has them; under chaos two may have thought themselves leader, and both are right.
+            self._ledger.add(_windows(await self._get(f"{url}/v1/groups/{self._group}/windows")))
+        await self._look_at_migrations()
+
+    async def _look_at_migrations(self) -> None:
+        """Every migration with its waves, until it has ended and that was seen."""
+        for line in await self._ask("migrations") or []:
+            known = self.seen.migrations.get(line["id"])
+            if known is None or known["ended_at"] is None or known.get("measured_gain_s") is None:
+                whole = await self._ask(f"migrations/{line['id']}")
+                if whole is not None:
+                    self.seen.migrations[line["id"]] = whole
 
     async def start_placement(self) -> Placement | None:
         """What the ranks serve at the beginning."""
         found = await self._ask("placement")
         if found is None:
             return None
-        table = np.array(found["p2l"], dtype=np.int32)
         try:
-            return Placement(table, int(found["ranks"]), int(table.max()) + 1)
+            return Placement(np.array(found["p2l"], dtype=np.int32), int(found["ranks"]), int(found["experts"]))
         except PlacementError:
             return None
 
@@ -83,12 +89,22 @@ class Watcher:
     async def _look_at_fronts(self) -> None:
         worlds: list[Json] = []
         for url in self._fronts:
-            world = await self._get(f"{url}/v1/world")
+            since = self._since.get(url, -1)
+            world = await self._get(f"{url}/v1/world?recent_since={since}")
             if isinstance(world, dict):
                 worlds.append(world)
+                self._note_steps(url, world)
         self.seen.worlds = worlds
         if worlds:
-            self._ledger.saw_step(self.seconds, max(int(world["step"]) for world in worlds))
+            step = max(int(rank["step"]) for world in worlds for rank in world["ranks"])
+            self._ledger.saw_step(self.seconds, step)
+
+    def _note_steps(self, url: str, world: Json) -> None:
+        """Busy steps, one by one: (step, ms, own tokens, all tokens, wave in progress), each once."""
+        for rank in world["ranks"]:
+            rows = rank["recent"]
+            self.seen.steps.setdefault((int(rank["rank"]), world["world"]), []).extend(rows)
+            self._since[url] = max([self._since.get(url, -1), *(int(row[0]) for row in rows)])
 
     async def _ask(self, noun: str) -> Any:
         """The answer of the first controller that has one; it is asked first from then on."""
@@ -108,7 +124,9 @@ class Watcher:
             return None
 
 
-def _windows(load: Json) -> list[Window]:
+def _windows(answer: Any) -> list[Window]:
+    if not isinstance(answer, dict):
+        return []
     return [
         Window(
             entry["world"],
@@ -118,5 +136,5 @@ def _windows(load: Json) -> list[Window]:
             np.array(entry["rank_load"], dtype=np.float64),
             np.array(entry["load"], dtype=np.float64),
         )
-        for entry in load["recent"]
+        for entry in answer["windows"]
     ]
