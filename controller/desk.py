@@ -41,7 +41,7 @@ class Desk:
 
     async def status(self) -> Json:
         lead = self.lead()
-        return views.status(self.group, lead is not None, lead.trouble if lead else None)
+        return views.status(self.group, lead.term.epoch if lead else None, lead.trouble if lead else None)
 
     async def load(self) -> Json:
         return views.load(self.group)

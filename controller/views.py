@@ -11,7 +11,7 @@ from controller.observe import balancedness, mean_balancedness
 from controller.state import GroupState, Journey
 from eplane.errors import NotFound
 from eplane.migration import FINAL
-from eplane.plan import Plan
+from eplane.plan import LeaderEpoch, Plan
 from eplane.records import HistoryRecord
 from eplane.wave import Wave
 from eplane.work import MigrationRecord
@@ -21,9 +21,9 @@ Json = dict[str, Any]
 SHOWN_WINDOWS = 16
 
 
-def status(group: Group, leading: bool, trouble: str | None) -> Json:
-    """Everything at a glance."""
-    state = group.state
+def status(group: Group, term: LeaderEpoch | None, trouble: str | None) -> Json:
+    """Everything at a glance. `term`: this controller's own, if it leads."""
+    state, leading = group.state, term is not None
     world, pointer, leader = state.world(), state.epoch(), state.leader()
     present = {a.node for a in state.agents()}
     wanted = set(world.world.nodes) if world else present
@@ -31,7 +31,12 @@ def status(group: Group, leading: bool, trouble: str | None) -> Json:
         "group": group.name,
         "mode": state.mode().value,
         "paused": state.pause() is not None,
-        "leader": leader and {"id": leader[0].id, "url": leader[0].url, "epoch": {"revision": leader[1]}},
+        "leader": leader
+        and {
+            "id": leader[0].id,
+            "url": leader[0].url,
+            "epoch": term.to_json() if term else {"revision": leader[1]},
+        },
         "leads_here": leading,
         "world": world and world_view(group),
         "epoch": pointer.epoch if pointer else None,

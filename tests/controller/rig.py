@@ -21,7 +21,7 @@ from controller.solver import Answer, Problem, solve
 from controller.state import GroupState
 from controller.term import Term
 from controller.verdict import Verdict
-from eplane.clock import ManualClock, settle
+from eplane.clock import Clock, ManualClock, settle
 from eplane.keys import AckKind, GroupKeys
 from eplane.load import FloatLoad, LoadReport, SubWindow
 from eplane.migration import MigrationState, WaveState
@@ -39,7 +39,7 @@ from eplane.records import (
     encode,
     new_nonce,
 )
-from eplane.store.base import CreateRevision, Delete, Exists, Missing, ModRevision, Put
+from eplane.store.base import CreateRevision, Delete, Exists, Missing, ModRevision, Put, Store
 from eplane.store.memory import MemoryStore
 from eplane.store.mirror import Mirror
 from eplane.transactions import acknowledge
@@ -80,8 +80,8 @@ class Rank:
 class Nodes:
     """The nodes of one world: what their ranks serve, and what their agents write to the store."""
 
-    store: MemoryStore
-    clock: ManualClock
+    store: Store
+    clock: Clock
     placement: Placement
     world: str = "a" * 16
     node_of_rank: tuple[str, ...] = ("n0", "n0", "n1", "n1")
