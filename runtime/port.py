@@ -176,22 +176,22 @@ class RankPort:
 
     def status(self) -> RankStatus:
         with self._lock:
-            switch = self._switch
             self._stopping = [staging for staging in self._stopping if not staging.stopped]
-            live, armed, retired = switch.live, switch.armed, switch.retired_waiting
+            now = self._switch.standing()
+            idle = self._staging is None and not self._stopping
             return RankStatus(
                 world=self._facts.world,
                 rank=self._facts.rank,
-                step=switch.step,
-                live=Live(live.epoch, live.digest),
+                step=now.step,
+                live=Live(now.live.epoch, now.live.digest),
                 leader_epoch=self._fence.current,
-                armed=armed,
+                armed=now.armed,
                 staged=None if self._staging is None else self._staging.status(),
-                last_switched=switch.last_switched,
-                last_step_under_old=switch.last_step_under_old,
-                clean=self._staging is None and armed is None and not retired and not self._stopping,
+                last_switched=now.last_switched,
+                last_step_under_old=now.last_step_under_old,
+                clean=idle and now.armed is None and now.retired == 0,
                 cells_free=self._pool.count(CellState.FREE),
-                cells_retired=retired,
+                cells_retired=now.retired,
             )
 
     def arm(self, identity: Identity, leader_epoch: LeaderEpoch) -> RankStatus:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +27,21 @@ from runtime.cells import CellPool
 from runtime.faults import NO_FAULTS, Faults
 from runtime.link.messages import ErrorCode, identity_hash
 from runtime.tables import HEADER_DIGEST, HEADER_STEP, LiveTable, check_cells
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a rank stands at one moment. `retired`: cells that wait to be free.
+
+    `last_step_under_old`: the last step served before the switch to `last_switched`.
+    """
+
+    step: int
+    live: LiveTable
+    armed: Identity | None
+    last_switched: Identity | None
+    last_step_under_old: int | None
+    retired: int
 
 
 class Switch:
@@ -172,20 +188,22 @@ class Switch:
         with self._lock:
             return self._last_switched
 
-    @property
-    def last_step_under_old(self) -> int | None:
+    def standing(self) -> Standing:
+        """Everything at one moment: read one by one, a switch could come between."""
         with self._lock:
-            return self._last_step_under_old
+            return Standing(
+                self._step,
+                self._live,
+                None if self._next is None else self._next[0],
+                self._last_switched,
+                self._last_step_under_old,
+                len(self._retired),
+            )
 
     @property
     def step(self) -> int:
         """The step that was begun last, -1 before the first."""
         return self._step
-
-    @property
-    def retired_waiting(self) -> int:
-        with self._lock:
-            return len(self._retired)
 
 
 def check_headers(table: LiveTable, headers: torch.Tensor, step: int) -> None:

@@ -104,7 +104,7 @@ def bundle_lookup(pool: CellPool, world: str, digests: Sequence[Sequence[str]]) 
 class TransferServer:
     """Serves the bundles of one rank over TCP, a thread a connection, at most `most` at once."""
 
-    def __init__(self, pool: CellPool, lookup: Lookup, host: str = "127.0.0.1", port: int = 0, most: int = 8) -> None:
+    def __init__(self, pool: CellPool, lookup: Lookup, host: str = "127.0.0.1", port: int = 0, most: int = 32) -> None:
         self._pool = pool
         self._lookup = lookup
         self._room = threading.BoundedSemaphore(most)

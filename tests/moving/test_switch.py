@@ -58,7 +58,7 @@ def test_only_a_full_and_equal_vector_makes_a_switch_due() -> None:
     assert switch.live.digest == BASE.digest, "never in the middle of a step"
     live = switch.begin_step(4)
     assert (live.digest, live.epoch) == (TARGET.digest, 2)
-    assert (switch.last_switched, switch.last_step_under_old, switch.armed) == (IDENTITY, 3, None)
+    assert (switch.last_switched, switch.standing().last_step_under_old, switch.armed) == (IDENTITY, 3, None)
     assert switch.sample() == 0
     switch.agree([0, 0])
     assert switch.begin_step(5) is live
@@ -71,13 +71,13 @@ def test_a_retired_cell_waits_for_the_last_step_that_can_read_it() -> None:
         switch.begin_step(step)
         switch.agree([switch.sample()] * 2)
     assert pool.state(old) is CellState.RETIRED
-    assert switch.last_step_under_old == 0
-    assert switch.retired_waiting == 1
+    assert switch.standing().last_step_under_old == 0
+    assert switch.standing().retired == 1
     switch.begin_step(3)
     assert pool.state(old) is CellState.RETIRED
     switch.end_step(0)
     assert pool.state(old) is CellState.FREE
-    assert switch.retired_waiting == 0
+    assert switch.standing().retired == 0
 
 
 def test_a_retired_cell_waits_for_its_last_transfer() -> None:

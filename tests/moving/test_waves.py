@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,9 @@ ROOM = 2  # Bundles that a wave may bring to one rank; two waves and what retire
 def test_hundreds_of_waves_in_one_process() -> None:
     rng = np.random.default_rng(11)
     group = RealGroup(3, LAYERS, EXPERTS, SLOTS, SPARE)
+    ended, torn = threading.Event(), []
+    watcher = threading.Thread(target=watch, args=(group, ended, torn))
+    watcher.start()
     live, epoch, moved, aborted, number = group.start, 1, 0, 0, 0
     while moved < 200:
         target = random_target(live, rng, ROOM)
@@ -54,11 +58,26 @@ def test_hundreds_of_waves_in_one_process() -> None:
             assert (rank.switch.live.digest, rank.pool.count(CellState.LIVE)) == (live.digest, held(live, rank.rank))
             assert rank.pool.count(CellState.FREE) == rank.pool.cells - held(live, rank.rank)
     group.step(tokens=50)
+    ended.set()
+    watcher.join()
+    assert torn == []
     assert aborted > 10
     assert group.checked > 1000
     assert group.wrong == 0
     assert all(rank.checkpoint_reads == 0 for rank in group.ranks)
     group.close()
+
+
+def watch(group: RealGroup, ended: threading.Event, torn: list[RankStatus]) -> None:
+    """What an agent reads at any moment must be of one moment."""
+    while not ended.wait(0.001):
+        for rank in group.ranks:
+            status = rank.port.status()
+            last, live = status.last_switched, status.live
+            if last is not None and (live.digest, live.epoch) != (last.digest, last.epoch):
+                torn.append(status)
+            if status.clean and (status.armed is not None or status.staged is not None or status.cells_retired):
+                torn.append(status)
 
 
 def held(placement: Placement, rank: int) -> int:
