@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from eplane.clock import Clock
-from eplane.errors import LeaseLost, OutcomeUnknown, StoreUnavailable
+from eplane.errors import LeaseLost, OutcomeUnknown, StoreError, StoreUnavailable
 from eplane.store.base import (
     RESERVED_PREFIX,
     Compare,
@@ -140,6 +140,11 @@ class Transactor:
                 if not await patience.pause():
                     raise OutcomeUnknown(f"a transaction on {', '.join(keys)} got no answer: {error}") from error
                 continue
+            except StoreError as error:
+                # Says nothing about a copy sent before, unless it is the caller's own lease that every copy needs.
+                if not unanswered or (isinstance(error, LeaseLost) and await self._is_alive(lease)):
+                    raise
+                raise OutcomeUnknown(f"a transaction on {', '.join(keys)} got no answer, then: {error}") from error
             if answer.succeeded:
                 return self._applied(ticket, answer.revision)
             mark = answer.reads[-1]

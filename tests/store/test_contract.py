@@ -485,6 +485,38 @@ async def test_a_client_whose_bookkeeping_lapsed_goes_on(bench: Bench) -> None:
     assert store._transactor._lease != hidden  # type: ignore[attr-defined]
 
 
+async def test_a_lost_reply_and_a_lapsed_ticket_leave_the_outcome_unknown(bench: Bench) -> None:
+    """The record of the first copy is gone before the second is sent: to send it afresh could apply it twice."""
+    key = f"{bench.prefix}a"
+    other = bench.connect()
+
+    async def lapse() -> None:
+        await other.lease_revoke(store._transactor._lease)  # type: ignore[attr-defined]
+
+    await put(other, key, b"1")
+    store = bench.connect({1: Fault.LOSE_REPLY}, before={2: lapse})
+    with pytest.raises(OutcomeUnknown):
+        await store.transact([Exists(key)], [Put(key, b"2")])
+    assert await versions(other, key) == 2
+    # With a ticket that was used before, the same.
+    await put(store, key, b"3")
+    store = bench.connect({2: Fault.LOSE_REPLY}, before={3: lapse})
+    await put(store, key, b"4")
+    with pytest.raises(OutcomeUnknown):
+        await store.transact([Exists(key)], [Put(key, b"5")])
+    assert await versions(other, key) == 5
+
+
+async def test_a_callers_lease_that_ended_is_told_after_a_lost_request_too(bench: Bench) -> None:
+    key = f"{bench.prefix}a"
+    store = bench.connect({1: Fault.LOSE_REQUEST})
+    lease = await store.lease_grant(30)
+    await store.lease_revoke(lease)
+    with pytest.raises(LeaseLost):
+        await store.transact([Missing(key)], [Put(key, b"", lease.id)])
+    assert await store.get(key) is None
+
+
 async def test_bookkeeping_is_invisible(bench: Bench) -> None:
     store = bench.connect()
     start = (await store.list("")).revision

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eplane.election import LeaseKeeper
-from eplane.errors import Compacted, HistoryLost, OutcomeUnknown, StoreRefused, StoreUnavailable
+from eplane.errors import Compacted, HistoryLost, OutcomeUnknown, StoreClosed, StoreRefused, StoreUnavailable
 from eplane.store.base import Exists, Missing, ModRevision, Put, Store
 from eplane.store.etcd import EtcdStore
 from eplane.store.once import Unanswered
@@ -223,6 +223,42 @@ async def test_a_list_starts_over_when_its_pages_are_compacted_away(etcd: EtcdPr
     assert pages > 3
 
 
+async def test_pages_are_of_one_moment(store: EtcdStore) -> None:
+    for n in range(0, 192, 64):
+        await store.transact([Missing("/never")], [Put(f"/p/{i:04d}", b"old") for i in range(n, n + 64)])
+    ask = store._ask_patiently
+    made = 0
+
+    async def between(pick: Any, request: Any) -> Any:
+        nonlocal made
+        reply = await ask(pick, request)
+        if not made:
+            made = (
+                await store.transact([Missing("/never")], [Put("/p/0000", b"new"), Put("/p/0191", b"new")])
+            ).revision
+        return reply
+
+    store._ask_patiently = between  # type: ignore[method-assign]
+    snapshot = await store.list("/p/")
+    assert {kv.value for kv in snapshot.items} == {b"old"}
+    assert snapshot.revision == made - 1
+
+
+async def test_closing_ends_a_call_without_cancelling_its_caller(etcd: EtcdProcess) -> None:
+    store = EtcdStore([etcd.endpoint], call_timeout_s=20)
+    await store.transact([Missing("a")], [Put("a", b"")])
+    etcd.pause()
+    going = [asyncio.create_task(store.get("a")), asyncio.create_task(store.transact([Exists("a")], [Put("a", b"")]))]
+    await asyncio.sleep(0.2)
+    await store.close()
+    with pytest.raises(StoreClosed):
+        await going[0]
+    # It was sent: that the store is closed says nothing about it.
+    with pytest.raises(OutcomeUnknown):
+        await going[1]
+    etcd.resume()
+
+
 async def test_a_wiped_store_is_not_waited_for(etcd: EtcdProcess, store: EtcdStore) -> None:
     """It comes back at revision 1, with the same name and place, and would reach our revision again some day."""
     for n in range(5):
@@ -286,21 +322,21 @@ async def test_a_lease_outlives_members_that_hang_and_die(tmp_path: Path) -> Non
         writes.append((await store.transact([Missing("/never")], [Put("/w/a", b"")])).revision)
         asked.resume()
         asked.wait_healthy()
-        members[0].kill()
+        others = [member for member in members if member.endpoint != store.peers.current().address]
+        others[0].kill()
         writes.append((await store.transact([Missing("/never")], [Put("/w/a", b"")])).revision)
         assert keeper.alive()
         assert await store.get(LEASED) is not None
         async with asyncio.timeout(30):
             await watcher
         assert found == writes
-        # Without a majority nothing is answered, and a watch knows that it is broken.
+        # Without a majority a watch knows that it is broken, though its own member lives.
         watch = store.watch("/w/", from_revision=writes[-1] + 1)
         waiting = asyncio.ensure_future(anext(watch))
-        await asyncio.sleep(0.3)
-        members[1].kill()
+        await until(lambda: watch.broken_for_s == 0)
+        others[1].kill()
         await until(lambda: watch.broken_for_s > 0)
-        await asyncio.to_thread(members[1].start)
-        await asyncio.to_thread(members[1].wait_healthy)
+        await asyncio.to_thread(others[1].start)
         made = await store.transact([Missing("/never")], [Put("/w/a", b"")])
         assert (await waiting).revision == made.revision
         await watch.aclose()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from eplane.errors import StoreDenied, StoreUnavailable
@@ -17,6 +18,7 @@ from eplane.store.base import Exists, Missing, Put
 from eplane.store.etcd import EtcdStore
 from eplane.store.tls import TlsFiles
 from tests.etcd_process import EtcdProcess
+from tests.store.conftest import until
 
 PASSWORD = "correct horse"
 
@@ -173,11 +175,16 @@ async def test_renewed_certificates_are_taken_up_while_running(
     watch = store.watch("a", from_revision=made.revision + 1)
     waiting = asyncio.ensure_future(anext(watch))
     await asyncio.sleep(0.2)
+    old = store.peers.current()
     # Half of a renewal, the new certificate with the old key: stay with what works.
     place(certificates, "renewed", tmp_path, "pem")
     assert await store.get("a") is not None
+    assert store.peers.current() is old
     place(certificates, "renewed", tmp_path, "key")
     assert await store.get("a") is not None
+    # What hangs on the old certificate ends soon, streams too.
+    assert store.peers.current() is not old
+    await until(lambda: old.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
     # That the files count at all shows when they are bad.
     place(certificates, "intruder", tmp_path)
     with pytest.raises(StoreUnavailable):
