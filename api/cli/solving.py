@@ -21,15 +21,16 @@ def solve(
     """Solve a placement problem. Exit code 2: the problem can not be read; 3: no placement meets its goals."""
     import json
 
+    from api.port import plain
+    from controller.solver import Problem
     from controller.solver import solve as solve_problem
-    from controller.solver.parse import parse
     from eplane.errors import BadInput
 
     raw = read_json(problem)
     if not isinstance(raw, dict):
         raise BadInput(f"{problem}: a problem is a JSON object, this is a {type(raw).__name__}")
-    result = solve_problem(parse({**raw, "policy": policy} if policy is not None else raw)).to_dict()
-    text = json.dumps(result, indent=None)
+    result = solve_problem(Problem.from_dict({**raw, "policy": policy} if policy is not None else raw)).to_dict()
+    text = json.dumps(plain(result))
     if answer is not None:
         write_text(answer, text + "\n")
     if table:
