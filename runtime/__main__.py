@@ -24,9 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from runtime.reference import score_lines
 
             return score_lines(given.model, sys.stdin, sys.stdout, plain=given.plain)
+        options = _options(given)
         from runtime.launcher import serve
 
-        return serve(_options(given))
+        return serve(options)
     except EPlaneError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -123,6 +123,10 @@ class Recipes:
             parts.setdefault(source.pattern or source.key, []).append(tensor)
         if recipe.converter is None:
             return _as(parts[recipe.sources[0].key][0], dtype)
+        lacking = [p for p in recipe.converter.source_patterns if p not in parts]
+        if lacking:
+            first = recipe.sources[0]
+            raise CheckpointError(f"{first.file}: tensor {_sibling(first, lacking[0])} is not in the checkpoint")
         collected: dict[str, Any] = dict(parts)
         try:
             for operation in recipe.converter.operations:
@@ -193,6 +197,16 @@ def _expert_in(key: str, pattern: str) -> int:
     if at is None or at.lastindex is None:
         raise CheckpointError(f"tensor {key}: no expert number where the pattern {pattern} has its star")
     return int(at.group(1))
+
+
+def _sibling(source: Source, pattern: str) -> str:
+    """The name of the tensor that stands beside `source` and matches another pattern of the same converter."""
+    own = (source.pattern or "").split("*")
+    tail, number = own[-1], re.search(r"(\d+)" + re.escape(own[-1]) + "$", source.key)
+    if len(own) != 2 or number is None:
+        return f"{pattern} beside {source.key}"
+    head = source.key[: len(source.key) - len(tail) - len(number.group(1))].removesuffix(own[0])
+    return head + pattern.replace("*", number.group(1))
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ tokens still to run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from multiprocessing.connection import Connection
@@ -115,8 +115,8 @@ class Front:
         for rank in self.ranks.values():
             loop.remove_reader(rank.connection.fileno())
 
-    async def run(self, ask: Ask) -> AsyncIterator[NewToken]:
-        """The tokens of a request as they come. Left early (or cancelled), the request is taken back.
+    async def run(self, ask: Ask) -> AsyncGenerator[NewToken, bool]:
+        """The tokens of a request as they come. Sent True, it has all it wanted; left early, it is cancelled.
 
         Raises WorldEnded when the world does not serve or is lost meanwhile, QueueFull, BadInput.
         """
@@ -145,7 +145,11 @@ class Front:
                 finished = event.finish is not None
                 if finished:
                     self.totals.ok += 1
-                yield event
+                enough = yield event
+                if enough and not finished:
+                    self.totals.ok += 1
+                    finished = True
+                    self._tell(rank, wire.CANCEL, id=number)
         finally:
             del self._open[number]
             if not self._open:

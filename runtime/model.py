@@ -81,6 +81,7 @@ def load_model(folder: Path, name: str, dtype: torch.dtype, device: torch.device
 
 def read_config(folder: Path) -> Any:
     """The model's configuration. Raises CheckpointError when it is missing, broken or of an unknown model type."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     file = folder / CONFIG_FILE
@@ -88,9 +89,9 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{folder}: no {CONFIG_FILE} is there")
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{file}: {first}") from error
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{file}: {sentence}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{file}: quantized checkpoints are not supported yet")
     if not getattr(config, "num_experts_per_tok", None):

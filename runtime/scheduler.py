@@ -1,8 +1,8 @@
 """Continuous batching: which tokens of which requests run in the next step. Pure: no tensors, no clock.
 
-A request is WAITING until its pages are free, then its prompt runs in chunks, then one token a step. Decode tokens go
-first, so running requests are not held up by new prompts; what is left of the step's tokens is given to prompts in
-order of arrival.
+A request waits until its pages are free, then its prompt runs in chunks, then one token a step. Decode tokens go
+first, so running requests are not held up by new prompts, but while a prompt waits they leave it a quarter of the
+step; prompts are served in order of arrival. With more decoding requests than a step has room for, they take turns.
 """
 
 from __future__ import annotations
@@ -122,10 +122,12 @@ class Scheduler:
     def next_step(self) -> tuple[Chunk, ...]:
         """The chunks of the next step, at most `limit` tokens; empty when there is nothing to do."""
         self._admit()
+        prompts = any(not request.produced for request in self._running)
+        kept = max(1, self._limit // 4) if prompts and self._limit > 1 else 0
         room = self._limit
         chunks: list[Chunk] = []
         for request in self._running:
-            if room and request.produced:
+            if room > kept and request.produced:
                 chunks.append(Chunk(request, request.done, 1, True))
                 room -= 1
         for request in self._running:
@@ -152,10 +154,8 @@ class Scheduler:
             produced.append(Produced(request.id, new, finish))
             if finish is not None:
                 self._release(request)
-        # Round robin, so that with more decoding requests than a step has room for none starves.
-        turn = sum(1 for chunk in chunks if chunk.decode and chunk.request in self._running)
-        if turn < len(self._running):
-            self._running = self._running[turn:] + self._running[:turn]
+        served = {chunk.request.id for chunk in chunks if chunk.decode}
+        self._running.sort(key=lambda request: request.id in served)  # Stable: who had a turn goes behind.
         return tuple(produced)
 
     def _admit(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from secrets import randbits
 from typing import Annotated, Any
@@ -100,7 +101,7 @@ def build_app(front: Front, text: Text, group: str, model: str) -> FastAPI:
     return app
 
 
-async def _pieces(front: Front, text: Text, ask: Ask, stops: tuple[str, ...]) -> AsyncIterator[Piece]:
+async def _pieces(front: Front, text: Text, ask: Ask, stops: tuple[str, ...]) -> AsyncGenerator[Piece, None]:
     """Tokens as text, cut at the first stop string. Closing it takes the request back."""
     decoder, cut = text.decoder(), StopText(stops)
     tokens = front.run(ask)
@@ -110,11 +111,14 @@ async def _pieces(front: Front, text: Text, ask: Ask, stops: tuple[str, ...]) ->
             if token.finish is not None and not cut.stopped:
                 shown += cut.push(decoder.finish()) + cut.finish()
             finish = "stop" if cut.stopped else token.finish
+            if cut.stopped:
+                with contextlib.suppress(StopAsyncIteration):
+                    await tokens.asend(True)
             yield Piece(shown, token, finish)
             if finish is not None:
                 return
     finally:
-        await tokens.aclose()  # type: ignore[attr-defined]
+        await tokens.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,7 @@ class Answer:
         }
 
 
-async def _whole(answer: Answer, pieces: AsyncIterator[Piece], request: Request) -> Response:
+async def _whole(answer: Answer, pieces: AsyncGenerator[Piece, None], request: Request) -> Response:
     """The response in one piece; given up when the client has gone."""
     got: list[Piece] = []
     try:
@@ -162,14 +166,14 @@ async def _whole(answer: Answer, pieces: AsyncIterator[Piece], request: Request)
             if piece.finish is None and await request.is_disconnected():
                 return Response(status_code=499)
     finally:
-        await pieces.aclose()  # type: ignore[attr-defined]
+        await pieces.aclose()
     body = answer.to_json(got, with_prompt=True)
     prompt, made = len(answer.prompt), len(got)
     body["usage"] = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
     return JSONResponse(body)
 
 
-async def _events(answer: Answer, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+async def _events(answer: Answer, first: Piece, pieces: AsyncGenerator[Piece, None]) -> AsyncIterator[bytes]:
     """Server-sent events, one a token. An error after the start is an event of its own, then the stream ends."""
     try:
         yield _event(answer.to_json([first], with_prompt=True))
@@ -179,7 +183,7 @@ async def _events(answer: Answer, first: Piece, pieces: AsyncIterator[Piece]) ->
     except EPlaneError as error:
         yield _event({"error": problem_body(503, "unavailable", str(error))})
     finally:
-        await pieces.aclose()  # type: ignore[attr-defined]
+        await pieces.aclose()
 
 
 def _event(data: dict[str, Any]) -> bytes:
