@@ -275,3 +275,12 @@ def test_beyond_loopback_needs_tls_and_tokens(tmp_path: Path, host: str) -> None
     key.unlink()
     with pytest.raises(BindRefused, match="is not there"):
         check_bind(host, AuthSettings(cert, key, tokens))
+
+
+def test_the_documentation_has_every_route() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "rest.md").read_text()
+    for _, path in ROUTES:
+        named = (
+            path.partition("?")[0].replace("/groups/g", "/groups/{g}").replace("/p1", "/{id}").replace("/m1", "/{id}")
+        )
+        assert named in text or named.removeprefix("/v1/groups/{g}") in text, path

@@ -303,3 +303,12 @@ def test_the_face_works_without_torch() -> None:
     )
     done = _process("-c", script)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_the_documentation_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert run(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2].partition("Exit codes")[0]
+    commands = [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2:3].strip()]
+    assert len(commands) >= 20
+    assert [name for name in commands if f"`{name}" not in text] == []

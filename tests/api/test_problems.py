@@ -226,3 +226,11 @@ def test_the_set_is_closed_and_each_code_is_tested() -> None:
 
 def test_the_way_to_the_leader_keeps_path_and_query() -> None:
     assert problem_of(NotLeader("http://h:1/"), "/v1/x?y=1").headers["Location"] == "http://h:1/v1/x?y=1"
+
+
+def test_the_documentation_has_every_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "rest.md").read_text()
+    for code, kind in KINDS.items():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{code.value}` |")]
+        assert str(kind.status) in row
+        assert row.rstrip().endswith(f"| {kind.exit_code} |")
