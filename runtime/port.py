@@ -158,7 +158,7 @@ class RankPort:
         with self._lock:
             identity = command.identity
             self._check(identity, command.leader_epoch)
-            if identity in (self._switch.armed, self._switch.last_switched) or self._is_staged(identity):
+            if self._switch.is_committed(identity) or self._is_staged(identity):
                 return self.status()
             if identity in self._aborted:
                 raise LinkRefused(ErrorCode.UNKNOWN_IDENTITY, f"wave {identity.wave} was aborted here")
@@ -197,7 +197,7 @@ class RankPort:
     def arm(self, identity: Identity, leader_epoch: LeaderEpoch) -> RankStatus:
         with self._lock:
             self._check(identity, leader_epoch)
-            if identity in (self._switch.armed, self._switch.last_switched):
+            if self._switch.is_committed(identity):
                 return self.status()
             staging = self._staging
             if staging is None or staging.identity != identity:
@@ -215,7 +215,7 @@ class RankPort:
     def abort(self, identity: Identity, leader_epoch: LeaderEpoch) -> RankStatus:
         with self._lock:
             self._check(identity, leader_epoch)
-            if identity in (self._switch.armed, self._switch.last_switched):
+            if self._switch.is_committed(identity):
                 raise LinkRefused(
                     ErrorCode.ALREADY_ARMED, f"wave {identity.wave} is armed or live: there is no way back"
                 )

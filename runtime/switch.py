@@ -15,6 +15,7 @@ threads (engine link, staging) only call `arm`, `set_shares`, `set_epoch` and re
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from runtime.cells import CellPool
 from runtime.faults import NO_FAULTS, Faults
 from runtime.link.messages import ErrorCode, identity_hash
 from runtime.tables import HEADER_DIGEST, HEADER_STEP, LiveTable, check_cells
+
+REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Switch:
         self._completed = -1
         self._retired: list[tuple[int, int]] = []  # (cell, last step that may read it)
         self._last_switched: Identity | None = None
+        self._switched: OrderedDict[Identity, None] = OrderedDict()
         self._last_step_under_old: int | None = None
 
     # Engine thread
@@ -112,6 +116,9 @@ class Switch:
         self._next = None
         self._due = False
         self._last_switched = identity
+        self._switched[identity] = None
+        if len(self._switched) > REMEMBERED:
+            self._switched.popitem(last=False)
         self._last_step_under_old = step - 1
 
     def _release(self) -> None:
@@ -187,6 +194,11 @@ class Switch:
     def last_switched(self) -> Identity | None:
         with self._lock:
             return self._last_switched
+
+    def is_committed(self, identity: Identity) -> bool:
+        """Whether `identity` is armed, or has switched already, be it some waves ago."""
+        with self._lock:
+            return identity in self._switched or (self._next is not None and self._next[0] == identity)
 
     def standing(self) -> Standing:
         """Everything at one moment: read one by one, a switch could come between."""

@@ -93,6 +93,7 @@ class ModelRank:
         self.staged: ModelWave | None = None
         self.armed_wave: ModelWave | None = None
         self.last_switched: Identity | None = None
+        self.switched: set[Identity] = set()
         self.last_step_under_old: int | None = None
         self.aborted: set[Identity] = set()
 
@@ -138,7 +139,7 @@ class ModelRank:
             identity = command.identity
             self._check(identity, command.leader_epoch)
             old = self.staged
-            if identity in (self.armed, self.last_switched) or (
+            if (identity == self.armed or identity in self.switched) or (
                 old is not None and old.command.identity == identity and old.state is not StagedState.FAILED
             ):
                 return self.status()
@@ -176,7 +177,7 @@ class ModelRank:
     def arm(self, identity: Identity, leader_epoch: LeaderEpoch) -> RankStatus:
         with self.group.lock:
             self._check(identity, leader_epoch)
-            if identity in (self.armed, self.last_switched):
+            if identity == self.armed or identity in self.switched:
                 return self.status()
             wave = self.staged
             if wave is None or wave.command.identity != identity:
@@ -193,7 +194,7 @@ class ModelRank:
     def abort(self, identity: Identity, leader_epoch: LeaderEpoch) -> RankStatus:
         with self.group.lock:
             self._check(identity, leader_epoch)
-            if identity in (self.armed, self.last_switched):
+            if identity == self.armed or identity in self.switched:
                 raise LinkRefused(ErrorCode.ALREADY_ARMED, "there is no way back")
             self.aborted.add(identity)
             if self.staged is not None and self.staged.command.identity == identity:
@@ -250,6 +251,7 @@ class ModelRank:
         self.shares = wave.target.even_shares() if shares is None else shares
         self.epoch = wave.command.identity.epoch
         self.last_switched = wave.command.identity
+        self.switched.add(wave.command.identity)
         self.last_step_under_old = step - 1
         self.armed_wave = None
 

@@ -302,6 +302,9 @@ async def test_the_next_wave_stages_while_the_last_one_switches(rig: Rig) -> Non
     for rank in range(RANKS):
         status = await rig.until(rank, lambda s: s.clean and s.last_switched == second.identity)
         assert (status.live.digest, status.live.epoch, status.cells_free) == (two.digest, 3, SPARE)
+        # An agent may still ask about the wave before: it has switched, and that is for good.
+        assert (await rig.clients[rank].arm(first, LEADER)).last_switched == second.identity
+        await refused(rig.clients[rank].abort(first, LEADER), "already_armed")
 
 
 async def test_shares_are_a_hint_for_the_live_placement(rig: Rig) -> None:
