@@ -90,6 +90,7 @@ async def test_a_hanging_server_costs_a_deadline_not_the_client(etcd: EtcdProces
     with pytest.raises(OutcomeUnknown):
         await store.transact([Exists("a")], [Put("a", b"2")])
     etcd.resume()
+    store.call_timeout_s, store._give_up_s = 10, 20
     assert await store.get("a") is not None
     assert await store.lease_keepalive(lease) == 60
     # The copies that hung may arrive now, but at most one can apply.
