@@ -42,7 +42,7 @@ def resume(session: Session) -> None:
 @connected
 def show(session: Session) -> None:
     """The settings and their values."""
-    session.emit(session.get("config"), _table)
+    session.emit(session.get("config"), _settings_table)
 
 
 @config_app.command("set")
@@ -50,11 +50,15 @@ def show(session: Session) -> None:
 def set_settings(session: Session, pairs: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...")]) -> None:
     """Change settings while the group runs."""
     body = {"settings": settings_of(pairs, "setting")}
-    session.emit(session.change("PATCH", "config", body=body), _table)
+    session.emit(session.change("PATCH", "config", body=body), _settings_table)
 
 
-def _table(value: Any) -> str:
-    if not isinstance(value, dict):
-        return "done" if value is None else str(value)
-    inner = value.get("settings")
-    return facts(flat(inner if isinstance(inner, dict) else value))
+def _table(value: dict[str, Any]) -> str:
+    return facts(flat(value))
+
+
+def _settings_table(value: dict[str, Any]) -> str:
+    """Names and values as `config set` takes them."""
+    import json
+
+    return facts((name, json.dumps(item)) for name, item in value.items())

@@ -7,6 +7,7 @@ const $ = (id) => document.getElementById(id);
 const series = [];
 let group = new URLSearchParams(location.search).get("group");
 let heat = null;
+let marks = [];
 let looks = 0;
 
 async function ask(path) {
@@ -56,7 +57,7 @@ function showStatus(status) {
   showLeader(status);
   showMigration(status.migration);
   if (typeof balance.now === "number") {
-    series.push({ at: Date.now(), value: balance.now, epoch: status.epoch });
+    series.push({ at: Date.now(), value: balance.now });
     if (series.length > MOST_POINTS) series.shift();
   }
 }
@@ -76,7 +77,7 @@ function showLeader(status) {
 function showMigration(migration) {
   const waves = migration && Array.isArray(migration.waves) ? migration.waves : [];
   const live = waves.filter((wave) => ["SWITCHING", "RETIRED"].includes(wave.state)).length;
-  const count = waves.length ? `, ${live} of ${waves.length} waves live` : "";
+  const count = waves.length ? `, ${live}/${waves.length} waves` : "";
   text("migration", migration ? `${migration.state.toLowerCase()}${count}` : "none");
   const bar = $("waves");
   bar.hidden = !waves.length;
@@ -118,16 +119,15 @@ function drawSeries() {
   const x = (at) => left + (width - left - 4) * (at - first) / span;
   draw.fillText(`${Math.round(span / 1000)} s ago`, left, height - 4);
   draw.fillText("now", width - 26, height - 4);
-  series.forEach((point, index) => {
-    const before = index ? series[index - 1].epoch : null;
-    if (before !== null && point.epoch !== before) {
-      draw.strokeStyle = color("--warm");
-      draw.beginPath();
-      draw.moveTo(x(point.at), top);
-      draw.lineTo(x(point.at), bottom);
-      draw.stroke();
-    }
-  });
+  draw.strokeStyle = color("--warm");
+  draw.fillStyle = color("--warm");
+  for (const mark of marks.filter((one) => one.at >= first)) {
+    draw.beginPath();
+    draw.moveTo(x(mark.at), top);
+    draw.lineTo(x(mark.at), bottom);
+    draw.stroke();
+    draw.fillText(mark.epoch, x(mark.at) + 3, bottom - 3);
+  }
   draw.strokeStyle = color("--main");
   draw.lineWidth = 2;
   draw.beginPath();
@@ -176,6 +176,7 @@ function explainCell(event) {
 }
 
 function showHistory(answer) {
+  marks = answer.map((row) => ({ at: row.at * 1000, epoch: row.epoch }));
   const heads = ["epoch", "at", "kind", "moves", "bytes", "predicted_gain_s", "measured_gain_s", "actor", "reason"];
   const line = (cells, kind) => {
     const tr = document.createElement("tr");
@@ -196,7 +197,7 @@ function showHistory(answer) {
 
 // What the controller remembers from before this page was opened.
 function seed(points) {
-  const known = points.map((point) => ({ at: point.at * 1000, value: point.balancedness, epoch: null }));
+  const known = points.map((point) => ({ at: point.at * 1000, value: point.balancedness }));
   series.unshift(...known.filter((point) => !series.length || point.at < series[0].at));
 }
 

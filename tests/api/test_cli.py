@@ -67,7 +67,7 @@ READS = {
     ("explain", "0", "1"): ["expert 1 is on rank 0"],
     ("leader",): ["g", "http://127.0.0.1:7071"],
     ("mode",): ["propose"],
-    ("config", "show"): ["interval", "eplane"],
+    ("config", "show"): ["interval_s  3.0", 'policy      "eplane"'],
     ("plan", "list"): ["p1", "PROPOSED", "2.0 KiB"],
     ("plan", "show", "p1"): ["0.600 -> 0.900", "gains 1.5 s", "load is tilted"],
     ("migration", "list"): ["none"],
