@@ -282,6 +282,9 @@ def test_records_that_contradict_each_other_make_no_transaction() -> None:
         lambda: transactions.cutover(KEYS, 1, 1, 1, 1, cut, POINTER, ADOPTION, MOVES),
         lambda: transactions.adopt(KEYS, 1, 0, 0, WORLD_RECORD, replace(POINTER, digest="f" * 16), ADOPTION),
         lambda: transactions.adopt(KEYS, 1, 0, 0, WORLD_RECORD, NEXT, wave_history()),
+        lambda: transactions.adopt(
+            KEYS, 1, 0, 0, replace(WORLD_RECORD, world=replace(WORLD_OF_PLAN, world="b" * 16)), POINTER, ADOPTION
+        ),
         lambda: transactions.begin(KEYS, 1, 1, 1, migration_record(MIGRATION), wave_record(), ACTIVE, b""),
         lambda: transactions.begin(
             KEYS, 1, 1, 1, migration_record(RUNNING), wave_record(RUNNING.waves[0]), ActiveRecord("m2", NONCE), b""
