@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eplane.clock import SystemClock
-from eplane.store.base import Store
+from eplane.store.base import ModRevision, Put, Store
 from eplane.store.etcd import EtcdStore
 from eplane.store.memory import Fault, MemoryStore
 from eplane.store.once import Answer, Attempt, Unanswered
@@ -25,6 +25,15 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         if clock.monotonic() > end:
             raise TimeoutError(f"not within {seconds} s")
         await clock.sleep(0.02)
+
+
+async def put(store: Store, key: str, value: bytes = b"x", lease: int = 0) -> int:
+    """Write without a condition of substance; the revision."""
+    kv = await store.get(key)
+    result = await store.transact([ModRevision(key, kv.mod_revision if kv else 0)], [Put(key, value, lease)])
+    if not result.succeeded:
+        raise AssertionError(f"{key} changed in between")
+    return result.revision
 
 
 class LossyEtcd(EtcdStore):
