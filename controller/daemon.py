@@ -21,7 +21,7 @@ from controller.settings import ControllerSettings, GroupSettings
 from controller.solving import SolverProcess
 from controller.state import GroupState
 from eplane.clock import Clock, SystemClock
-from eplane.errors import FieldError, NotFound
+from eplane.errors import EPlaneError, FieldError, NotFound
 from eplane.keys import GroupKeys
 from eplane.store.base import Store
 from eplane.store.mirror import Mirror
@@ -91,6 +91,8 @@ class Controller:
         timers.start()
         try:
             async with asyncio.TaskGroup() as tasks:
+                if self._own_solver is not None:
+                    tasks.create_task(_warm(self._own_solver), name="warm")
                 for name, seat in self._seats.items():
                     tasks.create_task(seat.run(), name=f"seat {name}")
         finally:
@@ -129,3 +131,11 @@ class Controller:
             log.error("group %s: the timer %s failed", name, job, exc_info=error)
             self.metrics.task_deaths.labels(name, job).inc()
         self.metrics.timer_events.labels(name, kind).inc()
+
+
+async def _warm(solver: SolverProcess) -> None:
+    """Spares the first decision the wait for compiled kernels. What goes wrong here, the first decision will tell."""
+    try:
+        await solver.warm()
+    except EPlaneError as error:
+        log.warning("the solver could not be warmed up: %s", error)

@@ -104,7 +104,7 @@ class Decider:
         settings, world = facts.settings, facts.world
         waves = plan_waves(facts.placement, target, world, Room(settings.spare_min, settings.max_moves_per_wave))
         before, after = await self.split(facts, facts.placement), await self.split(facts, target)
-        worth = estimate(world, facts.load, before, after, waves, settings)
+        worth = estimate(world, facts.load, before, after, waves, settings, facts.step_tokens)
         case = Case(world, facts.placement, target, waves, settings, worth, facts.spent)
         forced = must_move(case)
         verdict = judge(replace(case, forced=forced), ALL)
@@ -136,7 +136,7 @@ class Decider:
         if not later.enough():
             return None, None
         before, after = await self.split(later, found.before.placement), await self.split(later, found.target)
-        seen = estimate(facts.world, later.load, before, after, found.waves, facts.settings)
+        seen = estimate(facts.world, later.load, before, after, found.waves, facts.settings, later.step_tokens)
         return confirmed(found.estimate, seen, facts.settings), seen
 
 

@@ -15,7 +15,7 @@ from controller.lead import Lead
 from controller.roster import RankLive, RankSaid
 from controller.settings import GroupSettings
 from controller.term import Term, delete, put
-from eplane.errors import Conflict, Invalid, LoadReportError, NotLeader, RefusedByGoal, SettingsError
+from eplane.errors import Conflict, Invalid, LoadReportError, NotLeader, RecordError, RefusedByGoal, SettingsError
 from eplane.load import LoadReport, Refusal
 from eplane.plan import Decision, Plan, PlanKind, Ruling
 from eplane.records import Mode, ModeRecord, PauseRecord, SettingsRecord, encode, new_nonce
@@ -189,7 +189,7 @@ class Desk:
         """Change settings of the group while it runs. Only what differs from the defaults is stored."""
         lead, key = self._lead(), self.group.keys.settings
         try:
-            settings = lead.state.settings().patched(patch)
+            settings = _present(lead).patched(patch)
         except SettingsError as error:
             raise Invalid(error.field, error.reason) from error
         default, shown = GroupSettings().shown(), settings.shown()
@@ -221,7 +221,7 @@ class Desk:
         return {
             "accepted": took.accepted,
             "refused": [{"rank": r.rank, "seq": r.seq, "reason": r.reason} for r in (*took.refused, *refused)],
-            "shares": self.group.hint.to_json() if self.group.hint and ranks else None,
+            "shares": self.group.hint_for(report.node, report.incarnation) if ranks else None,
             "want_describe": not self.group.roster.knows(report.world, report.node) or lead.adopter.wanted_table(),
             "window_after": self.group.book.seq_of(ranks),
         }
@@ -288,6 +288,14 @@ class Desk:
             return settings.patched({"policy": asked}).policy
         except SettingsError as error:
             raise Invalid(error.field, error.reason) from error
+
+
+def _present(lead: Lead) -> GroupSettings:
+    """The present settings; the defaults where the store holds what can not be read, so that a change can mend it."""
+    try:
+        return lead.state.settings()
+    except RecordError:
+        return GroupSettings()
 
 
 def _options(options: Mapping[str, Json]) -> dict[str, Json]:

@@ -91,8 +91,7 @@ def _of_control(group: Group, trouble: str | None) -> list[Json]:
     pause = state.pause()
     if pause is not None:
         result.append(_item("notice", "paused", f"paused by {pause.actor}: {pause.reason}"))
-    world, present = state.world(), {a.node for a in state.agents()}
-    absent = [node for node in world.world.nodes if node not in present] if world else []
+    absent = list(state.absent())
     if absent:
         result.append(
             _item("warning", "agent_absent", f"no agent on {', '.join(absent)}: no wave can go on there", nodes=absent)

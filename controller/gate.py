@@ -53,16 +53,22 @@ class Split:
 
 
 def estimate(
-    world: World, load: FloatLoad, before: Split, after: Split, waves: Sequence[WavePlan], settings: GroupSettings
+    world: World,
+    load: FloatLoad,
+    before: Split,
+    after: Split,
+    waves: Sequence[WavePlan],
+    settings: GroupSettings,
+    step_tokens: float | None = None,
 ) -> Estimate:
-    """Judge the change on `load [L, E]`.
+    """Judge the change on `load [L, E]`; `step_tokens`: routed tokens of a step and layer, None: the preset's.
 
     The gain is the saved part of the predicted step time over the horizon: with the preset `demo` each rank counts as a
     device of its own, so the part is that of the tokens of the fullest ranks. The cost is the time that bundles travel,
     times the part of serving that travelling disturbs.
     """
     hardware = hardware_named(settings.hardware)
-    slow, fast = (predicted_s(world, load, split, hardware) for split in (before, after))
+    slow, fast = (predicted_s(world, load, split, hardware, step_tokens) for split in (before, after))
     part = (slow - fast) / slow if slow > 0 else 0.0
     gain_s = part * settings.horizon_s
     cost_s = travel_s(world, waves, hardware, settings.bytes_per_s) * settings.interference
@@ -97,7 +103,9 @@ def level(load: FloatLoad, split: Split) -> float:
     return 1.0 if found is None else found
 
 
-def predicted_s(world: World, load: FloatLoad, split: Split, hardware: Hardware) -> float:
+def predicted_s(
+    world: World, load: FloatLoad, split: Split, hardware: Hardware, step_tokens: float | None = None
+) -> float:
     """Predicted seconds of all MoE layers of one step."""
     number = {node: i for i, node in enumerate(world.nodes)}
     problem = Problem.of(
@@ -106,6 +114,7 @@ def predicted_s(world: World, load: FloatLoad, split: Split, hardware: Hardware)
         world.slots,
         node_of_rank=[number[node] for node in world.node_of_rank],
         bundle_bytes=world.shape.bundle_bytes,
+        step_tokens=step_tokens,
     )
     return float(layer_s(problem, load, split.placement.p2l, split.shares, hardware).sum())
 

@@ -19,19 +19,19 @@ from eplane.store.mirror import Mirror
 
 VERDICTS_KEPT = 256
 TABLES_KEPT = 8
+HINT_AGAIN_S = 5.0
 # Epochs whose placements counts may still come in for.
 LATE_EPOCHS = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Hint:
     """Shares for the placement `digest`; dropped by a rank that serves another."""
 
-    digest: str
-    shares: FloatTable
-
-    def to_json(self) -> dict[str, object]:
-        return {"digest": self.digest, "shares": [[round(x, 9) for x in row] for row in self.shares.tolist()]}
+    def __init__(self, digest: str, shares: FloatTable) -> None:
+        self.digest = digest
+        self.shares = shares
+        # Made once: every agent is told the same.
+        self.json = {"digest": digest, "shares": [[round(x, 9) for x in row] for row in shares.tolist()]}
 
 
 @dataclass(eq=False)
@@ -53,6 +53,7 @@ class Group:
     first_shares: dict[str, FloatTable] = field(default_factory=dict)
     _booked: tuple[str, int] | None = None
     _counted: Counter[str] = field(default_factory=Counter)
+    _told: dict[str, tuple[str, int, float]] = field(default_factory=dict)
 
     @property
     def keys(self) -> GroupKeys:
@@ -90,6 +91,16 @@ class Group:
                 self.book.know(self.state.placement(epoch))
         self._booked = (pointer.world, pointer.epoch)
 
+    def hint_for(self, node: str, incarnation: str) -> dict[str, object] | None:
+        """The hint, if this life of the node's agent was not told it lately. A reply may be lost, so it is told again."""
+        if self.hint is None:
+            return None
+        now, told = self.clock.monotonic(), self._told.get(node)
+        if told is not None and told[:2] == (incarnation, id(self.hint)) and now - told[2] < HINT_AGAIN_S:
+            return None
+        self._told[node] = (incarnation, id(self.hint), now)
+        return self.hint.json
+
     def new_refusals(self) -> Counter[str]:
         """Refused sub-windows by cause, since this was asked last."""
         fresh = self.book.refused - self._counted
@@ -101,5 +112,6 @@ class Group:
         self.book = WindowBook()
         self.roster = Roster()
         self.hint = None
+        self._told = {}
         self._booked = None
         self._counted = Counter()

@@ -114,18 +114,23 @@ class Lead:
         return 1.0 if found is None else found
 
     async def share(self, facts: Facts) -> None:
-        """The fast path: a better split for the live placement rides back on the replies to load reports."""
-        placement = facts.placement
-        if not (facts.settings.shares and facts.world.capabilities.weighted_shares):
+        """The fast path: a better split for the live placement rides back on the replies to load reports.
+
+        With the policy `static` nothing is changed, this neither.
+        """
+        placement, out = facts.placement, self.group.hint
+        if out is not None and out.digest != placement.digest:
+            out = self.group.hint = None
+        if (
+            not facts.settings.shares
+            or not facts.world.capabilities.weighted_shares
+            or facts.settings.policy == "static"
+        ):
             self.group.hint = None
             return
         best = check_shares(placement, await self.decider.shares(facts, placement))
-        out = self.group.hint
-        known = out.shares if out is not None and out.digest == placement.digest else placement.even_shares()
-        if _level(placement, facts, best) > _level(placement, facts, known) + LEAST_SHARE_GAIN:
+        if out is None or _level(placement, facts, best) > _level(placement, facts, out.shares) + LEAST_SHARE_GAIN:
             self.group.hint = Hint(placement.digest, best)
-        elif out is not None and out.digest != placement.digest:
-            self.group.hint = None
 
     async def measure(self, facts: Facts) -> None:
         gain = await measure(self.state, self.term, self.decider, facts)

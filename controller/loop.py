@@ -61,6 +61,12 @@ class Loop:
             return (
                 VerdictKind.NO_WORLD if facts is None else VerdictKind.DISAGREE
             ), lead.trouble or "no rank has reported yet"
+        absent = lead.state.absent()
+        if absent:
+            return (
+                VerdictKind.ABSENT,
+                f"no agent that sees the adopted world on {', '.join(absent)}: nothing is started",
+            )
         pause = lead.state.pause()
         if pause is not None:
             return VerdictKind.PAUSED, f"paused by {pause.actor}: {pause.reason}"

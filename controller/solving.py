@@ -114,6 +114,13 @@ class SolverProcess:
                 await self._end()
                 raise
 
+    async def warm(self, timeout_s: float = 120.0) -> None:
+        """Start the process and have it compile (or load) what every solve needs, before the first one is wanted."""
+        two = np.array([[0, 1, 0, 2]], dtype=np.int32)
+        load = np.array([[3.0, 2.0, 1.0]])
+        await self.shares(two, 2, load, timeout_s)
+        await self.solve({"load": load, "ranks": 2, "slots_per_rank": 2, "prior": two, "policy": "eplane"}, timeout_s)
+
     async def close(self) -> None:
         await self._end()
 

@@ -6,6 +6,7 @@ Any method raises RecordError where the store holds what can not be read: then n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -39,6 +40,7 @@ from eplane.store.base import KeyValue, ModRevision
 from eplane.store.mirror import Mirror
 from eplane.work import MigrationRecord, WaveRecord, assemble, decode_plan, seen_acks
 
+log = logging.getLogger(__name__)
 Some = TypeVar("Some")
 SomeRecord = TypeVar("SomeRecord", bound=Record)
 
@@ -61,6 +63,7 @@ class GroupState:
         self.mirror = mirror
         self.keys = keys
         self._default_mode = default_mode
+        self._complained: dict[str, int] = {}
         self._decoded: dict[str, tuple[int, object]] = {}
         self._placements: dict[int, tuple[int, Placement]] = {}
 
@@ -103,7 +106,15 @@ class GroupState:
         return self._one(self.keys.epoch, EpochPointer)
 
     def agents(self) -> tuple[PresenceRecord, ...]:
-        return self._all(self.keys.agents, PresenceRecord)
+        return self._readable(self.keys.agents, PresenceRecord)
+
+    def absent(self) -> tuple[str, ...]:
+        """Nodes of the adopted world without an agent that sees that world."""
+        world = self.world()
+        if world is None:
+            return ()
+        there = {a.node for a in self.agents() if a.world == world.world.world}
+        return tuple(node for node in world.world.nodes if node not in there)
 
     def histories(self) -> dict[int, HistoryRecord]:
         return {h.epoch: h for h in self._all(self.keys.histories, HistoryRecord)}
@@ -187,7 +198,7 @@ class GroupState:
         record = self._read(found, MigrationRecord)
         plan = self.plan(record.plan)
         waves = {w.wave.number: w for w in self._all(self.keys.waves(migration), WaveRecord)}
-        acks = self._all(self.keys.acks(migration), AckRecord)
+        acks = self._readable(self.keys.acks(migration), AckRecord)
         stored = assemble(record, plan, waves)
         mine = {(s.wave, s.kind, s.node) for s in seen_acks(stored, acks)}
         kept = tuple(a for a in acks if (a.identity.wave, a.ack, a.node) in mine)
@@ -207,6 +218,18 @@ class GroupState:
 
     def _all(self, prefix: str, kind: type[SomeRecord]) -> tuple[SomeRecord, ...]:
         return tuple(self._read(kv, kind) for kv in self.mirror.items(prefix))
+
+    def _readable(self, prefix: str, kind: type[SomeRecord]) -> tuple[SomeRecord, ...]:
+        """Records that agents write: one that can not be read is as good as none, and must not stop the group."""
+        result: list[SomeRecord] = []
+        for kv in self.mirror.items(prefix):
+            try:
+                result.append(self._read(kv, kind))
+            except RecordError as error:
+                if self._complained.get(kv.key) != kv.mod_revision:
+                    self._complained[kv.key] = kv.mod_revision
+                    log.error("%s is not looked at: %s", kv.key, error)
+        return tuple(result)
 
     def _read(self, kv: KeyValue, kind: type[SomeRecord]) -> SomeRecord:
         return self._cached(kv, lambda found: decode(kind, found.value))

@@ -15,6 +15,7 @@ class VerdictKind(StrEnum):
     OBSERVING = "observing"
     NO_WORLD = "no_world"
     DISAGREE = "disagree"
+    ABSENT = "absent"
     PAUSED = "paused"
     MIGRATING = "migrating"
     DEAD = "dead"

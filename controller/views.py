@@ -169,7 +169,7 @@ def placement(group: Group, epoch: int | None) -> Json:
         "experts": found.experts,
         "p2l": found.p2l.tolist(),
         "replicas": found.replica_count.tolist(),
-        "shares": hint.to_json()["shares"] if live and hint is not None else None,
+        "shares": hint.json["shares"] if live and hint is not None else None,
     }
 
 

@@ -15,7 +15,7 @@ from eplane.keys import AckKind
 from eplane.migration import MigrationState, WaveState
 from eplane.plan import PlanState
 from eplane.records import HistoryKind
-from eplane.store.base import CreateRevision, Missing, ModRevision
+from eplane.store.base import CreateRevision, Missing, ModRevision, Put
 from eplane.store.memory import Fault, MemoryStore
 from tests.controller.conftest import Rig
 from tests.controller.rig import KEYS, Nodes, Seated, ended, settings, start_placement, tilted
@@ -492,3 +492,41 @@ async def test_a_store_that_does_not_answer_stops_the_work_and_not_the_leader(ri
     store.faults.unavailable = False
     store.wake_watches()
     assert await finish(rig, leader) is MigrationState.DONE
+
+
+@pytest.mark.parametrize("key", [KEYS.world, KEYS.epoch, KEYS.active])
+@pytest.mark.parametrize("guarded", [True, False])
+async def test_a_change_that_the_leader_has_not_seen_yet_stops_its_cutover(rig: Rig, key: str, guarded: bool) -> None:
+    leader = await verified(rig)
+    if not guarded:
+        blind(leader, key, ModRevision)
+    found = await rig.store.get(key)
+    assert found is not None
+    await rig.store.transact([ModRevision(key, found.mod_revision)], [Put(key, found.value)])
+    await leader.lead.turn()
+    assert waves(leader)[0] is (WaveState.VERIFIED if guarded else WaveState.SWITCHING)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+async def test_two_plans_at_once_begin_one_migration(rig: Rig, guarded: bool) -> None:
+    leader = await rig.adopted()
+    await rig.nodes.report(leader.desk, tilted(), 4)
+    plans = [await leader.desk.propose("eplb", "ops", "one"), await leader.desk.propose("eplb", "ops", "two")]
+    if not guarded:
+        blind(leader, KEYS.active, Missing)
+    begun = await asyncio.gather(
+        *(leader.desk.execute(plan["id"], 1, "ops", "") for plan in plans), return_exceptions=True
+    )
+    refused = [answer for answer in begun if isinstance(answer, Conflict)]
+    assert len(refused) == (1 if guarded else 0)
+    assert len(leader.group.state.migrations()) == (1 if guarded else 2)
+
+
+async def test_a_new_leader_marks_open_waves_with_its_own_epoch(rig: Rig) -> None:
+    leader = await start(rig)
+    fresh = await rig.lead("c1")
+    await fresh.turns()
+    (record,) = fresh.group.state.migrations()
+    stored = fresh.group.state.journey(record.id).waves[1]
+    assert stored.leader == fresh.lead.term.epoch
+    assert stored.leader.revision > leader.lead.term.epoch.revision

@@ -9,11 +9,12 @@ from controller.adoption import SETTLED_S
 from controller.history import prune
 from controller.verdict import VerdictKind
 from eplane.errors import Conflict, Infeasible, Invalid, NotFound, RefusedByGoal, SolverFailed
+from eplane.keys import AckKind
 from eplane.migration import MigrationState
 from eplane.placement import Placement
 from eplane.plan import PlanKind, PlanState
 from eplane.records import HistoryKind, Mode
-from eplane.store.base import DeletePrefix, Exists
+from eplane.store.base import Delete, DeletePrefix, Exists, Missing, Put
 from tests.controller.conftest import Rig
 from tests.controller.rig import (
     CELLS,
@@ -157,11 +158,42 @@ async def test_a_store_that_was_set_back_follows_what_all_ranks_serve(rig: Rig) 
     assert (pointer.digest, pointer.epoch) == (ahead.digest, 10)
 
 
+async def test_nothing_is_started_while_a_node_has_no_agent(rig: Rig) -> None:
+    leader = await loaded(rig)
+    await rig.store.transact([Exists(KEYS.agent("n1"))], [Delete(KEYS.agent("n1"))])
+    verdict = await leader.cycle()
+    assert verdict.kind is VerdictKind.ABSENT
+    assert "on n1" in verdict.sentence
+    await rig.nodes.appear()
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+
+
+async def test_records_of_agents_that_can_not_be_read_stop_nothing(rig: Rig) -> None:
+    leader = await loaded(rig)
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+    (record,) = leader.group.state.migrations()
+    key = KEYS.ack(record.id, 1, AckKind.VERIFIED, "n7")
+    await rig.store.transact([Missing(key)], [Put(key, b"{")])
+    await rig.store.transact([Missing(KEYS.agent("n7"))], [Put(KEYS.agent("n7"), b"[]")])
+    assert await finish(rig, leader) is MigrationState.DONE
+
+
+async def test_settings_that_can_not_be_read_stop_the_decisions_until_they_are_mended(rig: Rig) -> None:
+    leader = await loaded(rig)
+    found = await rig.store.get(KEYS.settings)
+    assert found is not None
+    await rig.store.transact([Exists(KEYS.settings)], [Put(KEYS.settings, b'{"v": 9}')])
+    assert (await leader.cycle()).kind is VerdictKind.BROKEN_RECORD
+    await leader.desk.set_settings({"policy": "static"}, "ops", "mend")
+    assert (await leader.cycle()).kind is VerdictKind.STATIC
+
+
 async def test_static_moves_nothing_and_says_so(rig: Rig) -> None:
     leader = await loaded(rig, policy="static")
     verdict = await leader.cycle()
     assert verdict.kind is VerdictKind.STATIC
     assert "nothing moves" in verdict.sentence
+    assert (await rig.nodes.report(leader.desk))[0]["shares"] is None
     assert await leader.desk.plans() == []
 
 
@@ -389,13 +421,14 @@ async def test_bad_reports_are_refused_by_themselves(rig: Rig) -> None:
 
 
 async def test_shares_ride_back_on_replies_when_they_level_the_load(rig: Rig) -> None:
-    leader = await loaded(rig, policy="static")
+    leader = await loaded(rig, min_gain=0.99)
 
     async def split(p2l, ranks, load, timeout_s):  # type: ignore[no-untyped-def]
         shares = Placement(p2l, ranks, EXPERTS).even_shares()
         for layer in range(LAYERS):
-            first, second = np.flatnonzero(p2l[layer] == 0)
-            shares[layer, first], shares[layer, second] = 0.2, 0.8
+            where = np.flatnonzero(p2l[layer] == 0)
+            shares[layer, where] = 0.0
+            shares[layer, where[-2:]] = 0.2, 0.8
         return shares
 
     leader.solver.shares = split  # type: ignore[method-assign]
@@ -403,6 +436,9 @@ async def test_shares_ride_back_on_replies_when_they_level_the_load(rig: Rig) ->
     reply = (await rig.nodes.report(leader.desk))[0]
     assert reply["shares"]["digest"] == start_placement().digest
     assert 0.8 in reply["shares"]["shares"][0]
+    assert (await rig.nodes.report(leader.desk))[0]["shares"] is None
+    rig.clock.advance(6)
+    assert (await rig.nodes.report(leader.desk))[0]["shares"] is not None
 
 
 async def test_everything_can_be_shown(rig: Rig) -> None:
