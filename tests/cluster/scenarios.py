@@ -1,0 +1,235 @@
+"""What is done to a running group, one function each. Each ends with the group at rest and everything checked.
+
+Crash points are armed once each (a mark file), for every process of their actor: the process that passes the point ends
+or stands still there, another takes over, and so on through all points, while the migration goes its way. The same
+functions serve the tests (every point killed; standing still at the points of each kind) and `tests.cluster.matrix`,
+which goes through all of it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from api.supervise import Restart
+from eplane.errors import StackError
+from eplane.migration import MigrationState
+from tests.cluster.checks import at_rest
+from tests.cluster.rig import CONTROLLERS, KEYS, NODES, TTL_S, Cluster, Stored, crashes, until
+
+SIDES = ("before", "after")
+ADOPTION = tuple(f"adopt.{side}" for side in SIDES)
+FORWARD = {
+    "controller": tuple(f"{point}.{side}" for point in ("plan", "stage", "cutover", "finish") for side in SIDES),
+    "agent": tuple(f"{point}.{side}" for point in ("stage", "verified", "arm", "switched", "clean") for side in SIDES),
+}
+ABORT = {actor: tuple(f"abort.{side}" for side in SIDES) for actor in FORWARD}
+ENDED = (MigrationState.DONE, MigrationState.STOPPED, MigrationState.ABORTED)
+
+
+def migrate(cluster: Cluster) -> MigrationState:
+    """Plan, execute, and see it through."""
+    outcome = cluster.ended(cluster.begin())
+    at_rest(cluster)
+    return outcome
+
+
+def migrate_and_abort(cluster: Cluster) -> MigrationState:
+    """Begin a migration whose bundles do not arrive, abort it, and see it through."""
+    cluster.hold_file.touch()
+    try:
+        migration = cluster.begin()
+        cluster.wave_in(migration, "STAGING")
+        cluster.abort(migration)
+        outcome = cluster.ended(migration)
+    finally:
+        cluster.hold_file.unlink()
+    at_rest(cluster)
+    return outcome
+
+
+# --- every point of an actor, killed or stopped ---
+
+
+def arm_agents(cluster: Cluster, points: tuple[str, ...], kind: str, restart: Restart = Restart.ALWAYS) -> None:
+    """New lives of both agents that end or stand still once at each of `points`."""
+    marks = {}
+    for node in NODES:
+        folder = cluster.marks / node
+        folder.mkdir(exist_ok=True)
+        marks[node] = crashes(folder, "agent", points, kind)
+    cluster.restart(*NODES, restart=restart, **marks)
+
+
+def arm_controllers(cluster: Cluster, points: tuple[str, ...], kind: str) -> None:
+    cluster.restart(*CONTROLLERS, c=crashes(cluster.marks, "controller", points, kind))
+
+
+def passed(cluster: Cluster, actor: str, points: tuple[str, ...]) -> bool:
+    """Whether every armed point has done its work."""
+    folders = [cluster.marks] if actor == "controller" else [cluster.marks / node for node in NODES]
+    return all((folder / f"{actor}.{point}").exists() for folder in folders for point in points)
+
+
+def forget_marks(cluster: Cluster) -> None:
+    for mark in list(cluster.marks.rglob("*.*")):
+        mark.unlink()
+
+
+@contextmanager
+def going_on(cluster: Cluster, successors: bool = False) -> Iterator[list[str]]:
+    """Lets processes that stand still at a crash point go on, but only after their place was lost to another.
+
+    A controller goes on when another leads. An agent goes on when its presence has run out; with `successors`, when a
+    second life of it, started here, has taken its node over. Yields the names of those that went on.
+    """
+    gone_on: list[str] = []
+    end = threading.Event()
+    failed: list[BaseException] = []
+
+    def tend() -> None:
+        try:
+            while not end.wait(0.05):
+                for name, state in cluster.supervisor.states().items():
+                    if state.running and cluster.is_stopped(name):
+                        _replaced(cluster, name, successors and name not in CONTROLLERS)
+                        with suppress(StackError):
+                            cluster.signal(name, signal.SIGCONT)
+                        gone_on.append(name)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=tend)
+    thread.start()
+    try:
+        yield gone_on
+    finally:
+        end.set()
+        thread.join()
+        if failed:
+            raise failed[0]
+
+
+def _replaced(cluster: Cluster, name: str, by_successor: bool) -> None:
+    """Wait until the place of `name` is another's."""
+    node = name.partition(".")[0]
+    if by_successor:
+        was = cluster.see().agents.get(node)
+        successor = f"{node}.{sum(known.startswith(node) for known in cluster.supervisor.states())}"
+        cluster.supervisor.start(cluster.spec(successor))
+        until(lambda: _newer(cluster.now(), node, was.incarnation if was else ""), f"a successor of {name}")
+        return
+
+    def lost() -> bool:
+        now = cluster.now()
+        if now is None:
+            return False
+        if name in CONTROLLERS:
+            return now.leader is not None and now.leader[0] != name
+        return node not in now.agents
+
+    until(lost, f"the place of {name} free")
+
+
+def _newer(now: Stored | None, node: str, incarnation: str) -> bool:
+    found = None if now is None else now.agents.get(node)
+    return found is not None and found.incarnation != incarnation
+
+
+# --- single outages ---
+
+
+def stop_leader_past_its_ttl(cluster: Cluster, at: Callable[[Cluster], str]) -> MigrationState:
+    """The leader stands still while a migration is where `at` leaves it; its successor finishes; then it goes on."""
+    migration = at(cluster)
+    leader = cluster.see().leader
+    assert leader is not None
+    name, seat = leader
+    pid = cluster.signal(name, signal.SIGSTOP)
+    until(lambda: _other_seat(cluster.now(), seat), "a successor")
+    cluster.hold_file.unlink(missing_ok=True)
+    outcome = cluster.ended(migration)
+    cluster.signal(name, signal.SIGCONT)
+    at_rest(cluster)
+    # It lost its seat, and lives on as a follower.
+    assert cluster.supervisor.pid(name) == pid
+    return outcome
+
+
+def _other_seat(now: Stored | None, seat: int) -> bool:
+    return now is not None and now.leader is not None and now.leader[1] != seat
+
+
+def begun_and_held(cluster: Cluster) -> str:
+    """A migration whose first wave is STAGING and stays so while the hold file is there."""
+    cluster.hold_file.touch()
+    migration = cluster.begin()
+    cluster.wave_in(migration, "STAGING")
+    return migration
+
+
+@contextmanager
+def held_in_switching(cluster: Cluster) -> Iterator[str]:
+    """A migration with a wave SWITCHING that goes no further before the block ends: both agents stand still at `arm`."""
+    forget_marks(cluster)
+    arm_agents(cluster, ("arm.before",), "stop")
+    migration = cluster.begin()
+    cluster.wave_in(migration, "SWITCHING")
+    until(lambda: all(cluster.is_stopped(node) for node in NODES), "both agents at the point")
+    try:
+        yield migration
+    finally:
+        for node in NODES:
+            cluster.signal(node, signal.SIGCONT)
+
+
+def etcd_killed_in_switching(cluster: Cluster) -> MigrationState:
+    with held_in_switching(cluster) as migration:
+        cluster.etcd.kill()
+        step = cluster.engine()["step"]
+        time.sleep(1.5 * TTL_S)
+        # The engine does not need it.
+        assert cluster.engine()["step"] > step
+        cluster.etcd.start()
+    outcome = cluster.ended(migration)
+    at_rest(cluster)
+    return outcome
+
+
+def agent_stopped_past_its_ttl(cluster: Cluster) -> MigrationState:
+    """An agent stands still in STAGING, for longer than its lease, and goes on; nobody else took its node."""
+    migration = begun_and_held(cluster)
+    cluster.signal("n0", signal.SIGSTOP)
+    until(lambda: "n0" not in cluster.see().agents, "the end of its lease")
+    cluster.hold_file.unlink()
+    cluster.signal("n0", signal.SIGCONT)
+    outcome = cluster.ended(migration)
+    at_rest(cluster)
+    return outcome
+
+
+def agent_replaced(cluster: Cluster) -> tuple[MigrationState, list[int | None]]:
+    """Old lives of both agents go on after their successors have come. Also returns the exit codes of the old ones."""
+    forget_marks(cluster)
+    arm_agents(cluster, ("arm.before",), "stop", Restart.NEVER)
+    with going_on(cluster, successors=True):
+        outcome = cluster.ended(cluster.begin())
+        until(lambda: all(not cluster.supervisor.state(n).running for n in NODES), "the end of the old lives")
+    at_rest(cluster)
+    return outcome, [cluster.supervisor.state(node).last_code for node in NODES]
+
+
+def drop_successors(cluster: Cluster) -> None:
+    """Back to one process a node, without crash points."""
+    for name in list(cluster.supervisor.states()):
+        if "." in name:
+            cluster.supervisor.stop(name)
+    cluster.restart(*NODES, n0="", n1="")
+    until(lambda: set(cluster.see().agents) == set(NODES), "both agents")
+
+
+def pause_key(cluster: Cluster) -> bool:
+    return KEYS.pause in cluster.see().values
