@@ -17,6 +17,7 @@ from fastapi.responses import Response
 from api.problems import Code, Problem
 
 MOST_ANSWERS = 1024
+MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,12 @@ class _Answer:
 
 
 class Answers:
-    """The last answers by (caller, key). Only for one event loop."""
+    """The last answers by (caller, key), bounded in number and in bytes (a plan can be large). For one event loop."""
 
-    def __init__(self, most: int = MOST_ANSWERS) -> None:
+    def __init__(self, most: int = MOST_ANSWERS, most_bytes: int = MOST_BYTES) -> None:
         self._most = most
+        self._most_bytes = most_bytes
+        self._bytes = 0
         self._known: OrderedDict[tuple[str, str], _Answer] = OrderedDict()
 
     async def once(
@@ -54,9 +57,18 @@ class Answers:
             answer.response.exception()
             raise
         answer.response.set_result(response)
-        while len(self._known) > self._most:
-            self._known.popitem(last=False)
+        self._bytes += len(response.body)
+        self._forget()
         return response, False
+
+    def _forget(self) -> None:
+        """Drop the oldest answers beyond the bounds; those still being made stay, a second request may wait for them."""
+        for name, answer in list(self._known.items()):
+            if len(self._known) <= self._most and self._bytes <= self._most_bytes:
+                return
+            if answer.response.done():
+                del self._known[name]
+                self._bytes -= len(answer.response.result().body)
 
 
 def _retriable(error: BaseException) -> BaseException:
