@@ -6,7 +6,7 @@ the processes. If ranks disagree, nothing is done, and one sentence says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from controller.roster import Heard, RankSaid, Roster, world_of
@@ -37,8 +37,8 @@ class Candidate:
     epoch: int
 
 
-def judge(heard: Iterable[Heard], group: str, ended: frozenset[str]) -> Candidate | str | None:
-    """The world to look at, or one sentence why none can be adopted yet, or None when no rank has spoken.
+def present(heard: Iterable[Heard], group: str, ended: frozenset[str]) -> list[RankSaid] | str | None:
+    """What all ranks of the newest world say of themselves, or one sentence why it is not whole, or None without any word.
 
     `ended`: worlds that were left already; a late word of one of them is no reason to go back.
     """
@@ -46,7 +46,7 @@ def judge(heard: Iterable[Heard], group: str, ended: frozenset[str]) -> Candidat
     if not living:
         return None
     newest = max(living, key=lambda h: h.at).said
-    said = [h.said for h in living if h.said.world == newest.world]
+    said = sorted((h.said for h in living if h.said.world == newest.world), key=lambda s: s.rank)
     if newest.group != group:
         return f"rank {newest.rank} belongs to group {newest.group}, not to {group}: check the agents' settings"
     odd = next((s for s in said if s.common() != newest.common()), None)
@@ -55,22 +55,23 @@ def judge(heard: Iterable[Heard], group: str, ended: frozenset[str]) -> Candidat
     missing = sorted(set(range(len(newest.node_of_rank))) - {s.rank for s in said})
     if missing:
         return f"world {newest.world}: ranks {missing} have not reported yet"
-    return _agreed(said)
+    return said
 
 
-def _agreed(said: list[RankSaid]) -> Candidate | str:
-    first = min(said, key=lambda s: s.rank)
-    other = next((s for s in said if s.digest != first.digest), None)
+def agreed(said: list[RankSaid], serves: Mapping[int, str], epoch: int) -> Candidate | str:
+    """The world that `said` describes, if all its ranks serve the same placement; `serves`: digest by rank."""
+    first = said[0].rank
+    other = next((s.rank for s in said if serves[s.rank] != serves[first]), None)
     if other is not None:
         return (
-            f"ranks disagree: rank {first.rank} serves placement {first.digest}, rank {other.rank} serves {other.digest}; "
+            f"ranks disagree: rank {first} serves placement {serves[first]}, rank {other} serves {serves[other]}; "
             "nothing is done"
         )
     try:
         world = world_of(said)
     except TopologyError as error:
-        return f"world {first.world} can not be: {error}"
-    return Candidate(world, first.manifest_digest, first.digest, max(s.epoch or 0 for s in said))
+        return f"world {said[0].world} can not be: {error}"
+    return Candidate(world, said[0].manifest_digest, serves[first], epoch)
 
 
 class Adopter:
@@ -86,18 +87,14 @@ class Adopter:
 
     def wanted_table(self) -> bool:
         """Whether agents should send the table that their ranks serve."""
-        found = judge(self._roster.ranks().values(), self._group, self._ended())
+        found = self._found()
         return isinstance(found, Candidate) and self._table(found) is None
 
     async def step(self) -> str | None:
         """Adopt if there is something to adopt. The sentence of what is in the way, or None when all is in order."""
-        found = judge(self._roster.ranks().values(), self._group, self._ended())
-        if found is None or isinstance(found, str):
+        found = self._found()
+        if not isinstance(found, Candidate):
             return found
-        known, pointer = self._state.world(), self._state.epoch()
-        same = known is not None and pointer is not None and known.world.world == found.world.world
-        if same and pointer is not None and not self._differs(found, pointer):
-            return None
         table = self._table(found)
         if table is None:
             return f"world {found.world.world}: the table of placement {found.digest} has not been reported yet"
@@ -105,25 +102,39 @@ class Adopter:
             return "the adoption lost a race with another write and is tried again"
         return None
 
+    def _found(self) -> Candidate | str | None:
+        """What is to be adopted, or what is in the way, or None when all is in order."""
+        said = present(self._roster.ranks().values(), self._group, self._ended())
+        if said is None or isinstance(said, str):
+            return said
+        known, pointer = self._state.world(), self._state.epoch()
+        if known is not None and pointer is not None and known.world.world == said[0].world:
+            return self._drifted(said, pointer)
+        return agreed(said, {s.rank: s.digest for s in said}, max(s.epoch or 0 for s in said))
+
     def _ended(self) -> frozenset[str]:
         """Worlds of earlier epochs. The present one is not among them, however often it was left and found again."""
         pointer = self._state.epoch()
         live = pointer.world if pointer else None
         return frozenset(h.world for h in self._state.histories().values()) - {live}
 
-    def _differs(self, found: Candidate, pointer: EpochPointer) -> bool:
+    def _drifted(self, said: list[RankSaid], pointer: EpochPointer) -> Candidate | str | None:
         """The adopted world serves another placement than the store believes, with no migration to explain it.
 
-        So it is after the store was set back to an older state. Only words that are surely newer than the store's last
-        change count, and all ranks must agree.
+        So it is after the store was set back to an older state. While a migration runs ranks may differ, and a word may
+        be older than the store's last change: only words that are surely newer count, and all ranks must agree.
         """
         settled = (pointer.epoch, pointer.digest, self._state.active())
         if self._seen[0] != settled:
             self._seen = (settled, self._clock.monotonic())
-        if found.digest == pointer.digest or self._state.active() is not None:
-            return False
-        heard = [h.at for h in self._roster.ranks().values() if h.said.world == found.world.world]
-        return min(heard) > self._seen[1] + SETTLED_S
+        live = self._roster.live(pointer.world)
+        fresh = all(s.rank in live and live[s.rank].heard_at > self._seen[1] + SETTLED_S for s in said)
+        if self._state.active() is not None or not fresh:
+            return None
+        serves = {s.rank: live[s.rank].digest for s in said}
+        if set(serves.values()) == {pointer.digest}:
+            return None
+        return agreed(said, serves, max(live[s.rank].epoch or 0 for s in said))
 
     def _table(self, found: Candidate) -> Placement | None:
         told = self._roster.table_named(found.digest) or self._state.placement_named(found.digest)

@@ -158,6 +158,37 @@ async def test_a_store_that_was_set_back_follows_what_all_ranks_serve(rig: Rig) 
     assert (pointer.digest, pointer.epoch) == (ahead.digest, 10)
 
 
+async def test_descriptions_from_the_middle_of_a_migration_are_no_disagreement(rig: Rig) -> None:
+    leader = await loaded(rig)
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+    await rig.nodes.act((AckKind.VERIFIED,))
+    fresh = await rig.lead("c1")
+    await fresh.desk.ingest(rig.nodes.body("n0"))
+    await fresh.turns()
+    await rig.nodes.act()
+    await fresh.desk.ingest(rig.nodes.body("n1"))
+    assert await finish(rig, fresh) is MigrationState.DONE
+    assert fresh.lead.trouble is None
+    rig.clock.advance(SETTLED_S + 1)
+    for node in rig.nodes.names:
+        await fresh.desk.ingest(rig.nodes.body(node, describe=False))
+    await fresh.turns()
+    assert fresh.lead.trouble is None
+
+
+async def test_ranks_of_the_adopted_world_that_come_apart_are_left_alone(rig: Rig) -> None:
+    leader = await rig.adopted()
+    await leader.turns()
+    rig.nodes.ranks[3].digest = "1" * 16
+    rig.nodes.tables["1" * 16] = rig.nodes.placement
+    rig.clock.advance(SETTLED_S + 1)
+    await rig.nodes.report(leader.desk)
+    await leader.turns()
+    verdict = await leader.cycle()
+    assert verdict.kind is VerdictKind.DISAGREE
+    assert "rank 3 serves 1111" in verdict.sentence
+
+
 async def test_nothing_is_started_while_a_node_has_no_agent(rig: Rig) -> None:
     leader = await loaded(rig)
     await rig.store.transact([Exists(KEYS.agent("n1"))], [Delete(KEYS.agent("n1"))])
