@@ -188,14 +188,14 @@ async def test_only_so_many_answers_are_kept(controller: SmallController) -> Non
 
 async def test_large_answers_are_not_all_kept(controller: SmallController) -> None:
     app = create_app(controller, Auth())
-    app.state.answers = Answers(most_bytes=2500)
+    app.state.answers = Answers(most_bytes=1500)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
         sizes = [
             len((await http.post(f"{G}/plans", json=WHY, headers={"Idempotency-Key": k})).content) for k in "abcde"
         ]
-    assert sum(sizes) > 2500
+    assert sum(sizes) > 1500
     assert 1 <= len(app.state.answers._known) < 5
-    assert app.state.answers._bytes <= 2500
+    assert app.state.answers._bytes <= 1500
 
 
 async def test_metrics_join_the_controllers_and_the_apis(http: httpx.AsyncClient) -> None:
