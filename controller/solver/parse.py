@@ -56,6 +56,8 @@ FIELDS = frozenset(
         "horizon_steps",
         "bundle_bytes",
         "forecast",
+        "min_tokens",
+        "min_improvement",
     )
 )
 Choice = TypeVar("Choice", ShareMode, Strategy, RankCost)
@@ -116,6 +118,8 @@ def parse(raw: Mapping[str, Any]) -> Problem:
         horizon_steps=_integer(raw, "horizon_steps", 3000, 1, 10**12),
         bundle_bytes=_integer(raw, "bundle_bytes", 44_040_192, 1, 10**15),
         forecast=_boolean(raw, "forecast", True),
+        min_tokens=_optional_number(raw, "min_tokens", 0.0) or 0.0,
+        min_improvement=_optional_number(raw, "min_improvement", 0.0) or 0.0,
     )
 
 

@@ -69,6 +69,9 @@ class Problem:
     step_tokens     tokens (routed copies) a step and layer: scales the load for the cost model; None: unknown
     horizon_steps   steps until the next decision, over which a move must pay for itself
     bundle_bytes    bytes of one expert's bundle
+    forecast        False: take the load window as it is, look neither ahead nor back
+    min_tokens      a layer with fewer in the window stays as it is
+    min_improvement a layer moves only when its predicted slowest rank gains this part
     """
 
     load: Floats
@@ -98,6 +101,8 @@ class Problem:
     horizon_steps: int
     bundle_bytes: int
     forecast: bool
+    min_tokens: float
+    min_improvement: float
 
     @classmethod
     def of(cls, load: Any, ranks: int, slots_per_rank: Any, **fields: Any) -> Problem:
@@ -150,6 +155,10 @@ class Problem:
     def usable(self) -> Ints:
         """[L, R] slots that may hold something: none on a drained rank."""
         return np.where(self.drained[None, :], 0, self.slots_per_rank).astype(np.int32)
+
+    def usable_of(self, layer: int) -> Ints:
+        """[R] usable slots of one layer."""
+        return np.where(self.drained, 0, self.slots_per_rank[layer])
 
     def observed(self) -> Floats:
         """[L, E] tokens of the load window: the newest `window` entries summed."""

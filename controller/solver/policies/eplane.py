@@ -1,24 +1,209 @@
-"""`eplane`, first form: from the present placement, best swap or copy against the hottest rank, moves priced."""
+"""`eplane`: balance on the NEXT window for few moves.
+
+Forecast with an error bar; scenarios that carry how experts move together; a risk term for the drift of each; local
+search from the present placement with every move priced in the objective; a placement from scratch, relabelled to the
+present ranks, where that wins after its moves are paid; shares by water-filling, shrunk towards even.
+"""
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
+from controller.costs import hardware_named, move_price
+from controller.forecast import Forecast, forecast, last_window
 from controller.solver.answer import Answer
-from controller.solver.policies.eplb import eplb_placement, fill_gaps
-from controller.solver.problem import Problem
-from controller.solver.repair import repair
+from controller.solver.budget import allot
+from controller.solver.explain import explain_layers
+from controller.solver.grouping import home_nodes
+from controller.solver.measure import least_time
+from controller.solver.policies.eplb import fill_gaps
+from controller.solver.problem import Bools, Floats, Ints, Problem, RankCost, ShareMode, Strategy
+from controller.solver.repair import keep_places, repair
+
+MOVE_WEIGHT = 0.001
+"""Default price of a move: a layer's max / mean must fall by a thousandth for each."""
+PART_SEEN = 0.3
+"""The power mean sees about this part of a gain on the slowest rank, so prices are scaled by it."""
+RISK = 1.0
+"""Weight of a rank's spread under the forecast's error, in standard deviations."""
+KICKS, KICK_SLOTS, KICK_GAP = 200, 20_000, 0.003
+"""Random restarts a layer, slots they may cost in all, and the gap to the bound that is good enough."""
+SHRINK = 0.5
+"""Weighted shares lean this far from even: exact shares fit the forecast too closely."""
 
 
 class EPlanePolicy:
-    """Balance near the present placement."""
+    """Near the present placement, for the window to come."""
 
     name = "eplane"
 
     def solve(self, problem: Problem) -> Answer:
-        load = problem.observed()
-        start = eplb_placement(problem, load, False) if problem.prior is None else problem.prior
-        placement = repair(problem, start, load)
+        from controller.solver.search import Search, Tuning
+
+        started = time.perf_counter()
+        deadline = None if problem.budget_ms is None else started + problem.budget_ms / 1e3
+        seen = forecast(problem.load, problem.window) if problem.forecast else last_window(problem.load, problem.window)
+        homes = home_nodes(problem, problem.prior, seen.mean) if problem.strategy is Strategy.HIERARCHICAL else None
+        most_used = allot(problem, seen.mean.astype(np.float64), problem.load.sum(axis=(0, 2)))
+        known = not problem.forecast or problem.load.shape[0] == 1
+        kind, knee = rank_cost(problem)
+        risk = np.zeros(problem.layers) if known else RISK * seen.error.astype(np.float64)
+        search = Search(problem, seen, Tuning(price_of_move(problem), risk, kind, knee, known), homes, most_used)
+        start = self._start(problem, search, seen, most_used)
+        held = problem.observed().sum(axis=1) < problem.min_tokens
+        for layer in range(problem.layers):
+            search.begin(layer, start[layer])
+        before = search.objective.copy()
+        search.done |= held & (problem.prior is not None)
+        finished = search.run(deadline)
+        if known and problem.prior is None and problem.spread == 1:
+            _kick(problem, search, seen, deadline)
+        anew = _from_scratch(problem, search, held, deadline) if problem.prior is not None else []
+        _undo_small(problem, search, start, before)
+        placement = search.tables.reshape(problem.layers, problem.slots).copy()
         if problem.prior is None:
-            placement = fill_gaps(problem, placement, load)
-        return Answer.of(problem, np.asarray(placement), policy=self.name, strategy="near", decisions=["first form"])
+            placement = fill_gaps(problem, placement, seen.mean.astype(np.float64))
+        placement = repair(problem, placement, seen.mean.astype(np.float64))
+        if problem.fixed_slots:
+            placement = keep_places(problem, placement)
+        decisions = explain_layers(problem, seen, start.reshape(placement.shape), placement, search.steps, held, anew)
+        if not finished:
+            decisions.append(f"time ran out after {problem.budget_ms:g} ms: the best placement so far")
+        return Answer.of(
+            problem,
+            placement,
+            policy=self.name,
+            strategy=_strategy(problem, anew),
+            decisions=decisions,
+            shares=weighted(problem, placement, seen) if problem.shares is ShareMode.WEIGHTED else None,
+        )
+
+    def _start(self, problem: Problem, search: object, seen: Forecast, most_used: Ints) -> Ints:
+        """[L, R, K] the prior made legal, or a placement from nothing."""
+        from controller.solver.search import Search
+
+        if not isinstance(search, Search):
+            raise TypeError("a search is needed")
+        shape = (problem.layers, problem.ranks, problem.per_rank)
+        mean = seen.mean.astype(np.float64)
+        if problem.prior is not None:
+            return trim(problem, repair(problem, problem.prior, mean), mean, most_used).reshape(shape)
+        tables = np.stack([search.scratch(layer) for layer in range(problem.layers)])
+        return repair(problem, tables.reshape(problem.layers, problem.slots), mean).reshape(shape)
+
+
+def price_of_move(problem: Problem) -> float:
+    """Price in the units of the search: given, or from the hardware, or the default."""
+    if problem.move_weight is not None:
+        weight = problem.move_weight
+    elif problem.hardware is not None:
+        weight = move_price(problem, hardware_named(problem.hardware))
+    else:
+        weight = MOVE_WEIGHT
+    return weight * PART_SEEN
+
+
+def rank_cost(problem: Problem) -> tuple[int, float]:
+    """Cost kind of the search and its knee, in units of the mean rank load."""
+    from controller.solver import kernels
+
+    if problem.rank_cost is RankCost.TOKENS:
+        return kernels.TOKENS, 1.0
+    hardware = hardware_named(problem.hardware or "demo")
+    ranks = float(problem.capacity[~problem.drained].sum())
+    a_rank = (problem.step_tokens or hardware.tokens_a_rank * ranks) / ranks
+    if problem.rank_cost is RankCost.ACTIVATED:
+        return kernels.ACTIVATED, 1.0 / a_rank
+    return kernels.FLOOR, hardware.crossover_tokens(problem.bundle_bytes) / a_rank
+
+
+def trim(problem: Problem, placement: Ints, mean: Floats, most_used: Ints) -> Ints:
+    """Drop the copies that matter least in layers that hold more than `most_used [L]`; only under a slot budget."""
+    if problem.slot_budget is None:
+        return placement
+    out = placement.copy()
+    pins = {(layer, expert, rank) for layer, expert, rank in problem.pinned.tolist()}
+    for layer in range(problem.layers):
+        row = out[layer]
+        while int((row >= 0).sum()) > most_used[layer]:
+            counts = np.bincount(row[row >= 0], minlength=problem.experts)
+            rest = np.where(counts > problem.min_replicas[layer], mean[layer] / np.maximum(counts - 1, 1), np.inf)
+            free = [
+                s
+                for s in np.flatnonzero(row >= 0).tolist()
+                if np.isfinite(rest[row[s]]) and (layer, int(row[s]), s // problem.per_rank) not in pins
+            ]
+            if not free:
+                break
+            row[min(free, key=lambda s: (float(rest[row[s]]), -s))] = -1
+    return repair(problem, out, mean)
+
+
+def weighted(problem: Problem, placement: Ints, seen: Forecast) -> Floats:
+    """[L, P] water-filled shares for the forecast, shrunk towards even."""
+    from controller.solver.shares import level
+
+    return level(placement, seen.mean.astype(np.float64), problem.capacity, SHRINK)
+
+
+def _from_scratch(problem: Problem, search: object, held: Bools, deadline: float | None) -> list[int]:
+    """Layers that were placed anew because that wins after its moves are paid."""
+    from controller.solver.search import Search, relabel
+
+    if not isinstance(search, Search) or problem.prior is None or problem.max_moves is not None or problem.fixed_slots:
+        return []
+    prior = problem.prior.reshape(search.tables.shape)
+    taken = []
+    for layer in np.argsort(-search.objective, kind="stable").tolist():
+        if held[layer] or (deadline is not None and time.perf_counter() >= deadline):
+            continue
+        kept, price, moved = search.tables[layer].copy(), search.price_of(layer), search.moved[layer]
+        objective = search.objective[layer]
+        table = search.scratch(layer)
+        pinned = search.state.locked.copy()
+        table = relabel(table, prior[layer], problem.node_of_rank, problem.usable_of(layer), problem.capacity, pinned)
+        search.begin(layer, table)
+        if search.price_of(layer) < price and (table != -1).sum() >= (kept != -1).sum():
+            taken.append(layer)
+            search.steps[:] = [step for step in search.steps if step.layer != layer]
+            continue
+        search.tables[layer], search.objective[layer], search.moved[layer] = kept, objective, moved
+        search.done[layer] = True
+    search.run(deadline)
+    return sorted(taken)
+
+
+def _undo_small(problem: Problem, search: object, start: Ints, before: Floats) -> None:
+    """Put back layers whose gain is below min_improvement."""
+    from controller.solver.search import Search
+
+    if not isinstance(search, Search) or problem.prior is None or problem.min_improvement <= 0:
+        return
+    for layer in range(problem.layers):
+        gain = (before[layer] - search.objective[layer]) / max(before[layer], 1e-30)
+        if search.moved[layer] > 0 and gain < problem.min_improvement:
+            search.tables[layer] = start[layer]
+            search.steps[:] = [step for step in search.steps if step.layer != layer]
+
+
+def _kick(problem: Problem, search: object, seen: Forecast, deadline: float | None) -> None:
+    """A known load and free moves: close the gap to the bound where local search left one."""
+    from controller.solver.search import Search
+
+    if not isinstance(search, Search):
+        return
+    perfect = float(problem.capacity[~problem.drained].sum())
+    goals = least_time(problem, seen.mean.astype(np.float64) * perfect)
+    rounds = max(1, min(KICKS, KICK_SLOTS // (problem.slots * problem.layers)))
+    for layer in range(problem.layers):
+        if search.peak(layer) > goals[layer] * (1 + KICK_GAP):
+            search.kick(layer, float(goals[layer]) * (1 + KICK_GAP), rounds, deadline)
+
+
+def _strategy(problem: Problem, anew: list[int]) -> str:
+    scope = "hierarchical" if problem.strategy is Strategy.HIERARCHICAL else "global"
+    if problem.prior is None:
+        return f"{scope}, from scratch"
+    return f"{scope}, near the present placement" + (f", {len(anew)} layers from scratch" if anew else "")

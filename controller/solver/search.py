@@ -1,0 +1,283 @@
+"""Drives the compiled search over all layers: builds their state, shares out the time, collects what was done."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.forecast import Forecast
+from controller.solver import kernels
+from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem
+
+STEPS_A_TURN = 8
+FREE = 1 << 40
+SHARP = 0.75
+"""Floor of the objective, as a part of the slowest rank, when the load is taken as known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """price of a move in units of max / mean; risk [L] factor on a rank's root of summed squares; cost kind and knee."""
+
+    price: float
+    risk: Floats
+    kind: int
+    knee: float
+    sharp: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change: what, which expert, from and to which rank, moves, objective before and after."""
+
+    layer: int
+    kind: int
+    expert: int
+    hot: int
+    to: int
+    moves: int
+    before: float
+    after: float
+
+
+class Search:
+    """State of one solve. `tables [L, R, K]` is valid after every call, so time may end between any two."""
+
+    def __init__(
+        self, problem: Problem, seen: Forecast, tuning: Tuning, homes: Ints | None = None, most_used: Ints | None = None
+    ) -> None:
+        p = problem
+        self.problem, self.tuning, self.homes = p, tuning, homes
+        self.most_used = np.full(p.layers, p.slots) if most_used is None else most_used
+        self.tables = np.full((p.layers, p.ranks, p.per_rank), EMPTY, dtype=np.int32)
+        perfect = float(p.capacity[~p.drained].sum())
+        self.lanes = np.zeros((p.layers, p.experts + 1, kernels.H), dtype=np.float32)
+        self.lanes[:, :-1] = seen.scenarios * np.float32(perfect)
+        self.mean = np.zeros((p.layers, p.experts + 1))
+        self.mean[:, :-1] = seen.mean * perfect
+        self.objective = np.zeros(p.layers)
+        self.moved = np.zeros(p.layers, dtype=np.int64)
+        self.done = np.zeros(p.layers, dtype=np.bool_)
+        self.steps: list[Step] = []
+        self.state = _empty_state(p)
+        self.pins: dict[int, list[tuple[int, int]]] = {}
+        for layer, expert, rank in p.pinned.tolist():
+            self.pins.setdefault(layer, []).append((expert, rank))
+        self.prior_on = _prior_on(p)
+        self.log = np.zeros((STEPS_A_TURN, 7))
+
+    def _load(self, layer: int, table: Ints) -> None:
+        p, s = self.problem, self.state
+        s.table[:] = table
+        s.usable[:] = p.usable_of(layer)
+        s.low[:-1] = p.min_replicas[layer]
+        s.high[:-1] = p.max_replicas[layer]
+        s.load[:] = self.lanes[layer]
+        s.locked[:] = False
+        for expert, rank in self.pins.get(layer, ()):
+            s.locked[rank] |= s.table[rank] == expert
+        if self.homes is not None:
+            s.home[:-1] = self.homes[layer]
+        s.prior[:] = True if self.prior_on is None else self.prior_on[layer]
+
+    def _setup(self, layer: int, table: Ints) -> kernels.Rules:
+        """Load a layer with costs scaled so that its slowest rank is at 1."""
+        self._load(layer, table)
+        kernels.setup(self.state, self._rules(layer, 1.0))
+        worst = float((self.state.mean + self.tuning.risk[layer] * np.sqrt(self.state.v) * self.state.speed).max())
+        rules = self._rules(layer, 1.0 / max(worst, 1e-6))
+        self.objective[layer] = float(kernels.setup(self.state, rules)) / rules.unit
+        return rules
+
+    def _rules(self, layer: int, unit: float) -> kernels.Rules:
+        t = self.tuning
+        return kernels.Rules(
+            kind=t.kind,
+            knee=t.knee,
+            risk=float(t.risk[layer]),
+            unit=unit,
+            floor=SHARP if t.sharp else 0.0,
+            price=0.0 if self.problem.prior is None else t.price,
+            spread=self.problem.spread,
+            most_used=int(self.most_used[layer]),
+        )
+
+    def begin(self, layer: int, table: Ints) -> None:
+        """Take `table [R, K]` as the layer's start."""
+        self.tables[layer] = table
+        self._setup(layer, table)
+        self.moved[layer] = self.count_moves(layer, table)
+        self.done[layer] = False
+
+    def count_moves(self, layer: int, table: Ints) -> int:
+        """Experts on ranks that did not hold them in the prior."""
+        if self.prior_on is None:
+            return 0
+        ranks = np.arange(self.problem.ranks)[:, None]
+        return int(((table != EMPTY) & ~self.prior_on[layer][ranks, table]).sum())
+
+    def turn(self, layer: int, steps: int = STEPS_A_TURN) -> None:
+        """Up to `steps` more changes of one layer."""
+        limit = self.problem.max_moves
+        budget = FREE if limit is None or self.problem.prior is None else limit - int(self.moved[layer])
+        rules = self._setup(layer, self.tables[layer])
+        count, settled = kernels.improve(self.state, rules, min(steps, STEPS_A_TURN), budget, self.log)
+        self.tables[layer] = self.state.table
+        # Settled only when nothing was left to do from the start: the scale is then the one a new solve would use.
+        self.done[layer] = bool(settled) and count == 0
+        for row in self.log[:count].tolist():
+            kind, expert, hot, to, moves = (int(x) for x in row[:5])
+            self.moved[layer] += moves
+            self.objective[layer] = row[6] / rules.unit
+            self.steps.append(Step(layer, kind, expert, hot, to, moves, row[5] / rules.unit, row[6] / rules.unit))
+
+    def run(self, deadline: float | None) -> bool:
+        """Turns for all layers, worst first, until none has a change left or time is up. True if it finished."""
+        while not self.done.all():
+            order = np.argsort(-self.objective, kind="stable")
+            for layer in order[~self.done[order]].tolist():
+                if deadline is not None and time.perf_counter() >= deadline:
+                    return False
+                self.turn(layer)
+        return True
+
+    def kick(self, layer: int, goal: float, rounds: int, deadline: float | None) -> None:
+        """Leave local optima of a cold start: shift a few redundant copies at random, improve, keep what is better.
+
+        Stops at `goal` (slowest rank in units of a perfect split). The seed is fixed, so the answer is repeatable.
+        """
+        rng = np.random.default_rng(layer)
+        best, value = self.tables[layer].copy(), self.peak(layer)
+        for _ in range(rounds):
+            if value <= goal or (deadline is not None and time.perf_counter() >= deadline):
+                break
+            self.begin(layer, self._shaken(layer, best, rng))
+            while not self.done[layer]:
+                self.turn(layer)
+            found = self.peak(layer)
+            if found < value * (1 - 1e-9):
+                best, value = self.tables[layer].copy(), found
+        self.begin(layer, best)
+        self.done[layer] = True
+
+    def peak(self, layer: int) -> float:
+        """Slowest rank under the forecast mean."""
+        table, mean = self.tables[layer], self.mean[layer]
+        counts = np.bincount(table[table != EMPTY], minlength=self.problem.experts + 1)
+        tokens = np.where(table == EMPTY, 0.0, (mean / np.maximum(counts, 1))[table])
+        return float((tokens.sum(axis=1) / self.problem.capacity).max())
+
+    def _shaken(self, layer: int, table: Ints, rng: np.random.Generator) -> Ints:
+        p, out = self.problem, table.copy()
+        locked = {(rank, expert) for expert, rank in self.pins.get(layer, ())}
+        for _ in range(int(rng.integers(1, 4))):
+            counts = np.bincount(out[out != EMPTY], minlength=p.experts)
+            spare = np.argwhere((out != EMPTY) & (counts > p.min_replicas[layer])[out])
+            if not len(spare):
+                break
+            rank, place = spare[rng.integers(len(spare))].tolist()
+            lacking = np.setdiff1d(np.flatnonzero(counts < p.max_replicas[layer]), out[rank])
+            if self.homes is not None:
+                lacking = lacking[self.homes[layer][lacking] == p.node_of_rank[rank]]
+            if not lacking.size or (rank, int(out[rank, place])) in locked:
+                continue
+            hot = lacking[np.argsort(-self.mean[layer][lacking] / counts[lacking], kind="stable")]
+            out[rank, place] = hot[min(int(rng.exponential(2.0)), len(hot) - 1)]
+        return out
+
+    def scratch(self, layer: int) -> Ints:
+        """[R, K] a placement of the layer from nothing, for the forecast mean; pinned experts come first."""
+        p, s = self.problem, self.state
+        table = np.full((p.ranks, p.per_rank), EMPTY, dtype=np.int32)
+        for expert, rank in self.pins.get(layer, ()):
+            table[rank, int((table[rank] != EMPTY).sum())] = expert
+        self._load(layer, table)
+        room = np.zeros(p.nodes + 1, dtype=np.int64)
+        np.add.at(room, p.node_of_rank, s.usable)
+        room[-1] = s.usable.sum()
+        kernels.scratch(s, self._rules(layer, 1.0), self.mean[layer], room)
+        return s.table.copy()
+
+    def price_of(self, layer: int) -> float:
+        """Objective plus price of the moves so far."""
+        return float(self.objective[layer]) + self.tuning.price * float(self.moved[layer])
+
+
+def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, locked: Bools) -> Ints:
+    """[R, K] the same groups of experts on ranks chosen so that few must move: greedy assignment by overlap.
+
+    Only ranks of one node, size and speed may change places, and none that holds a pinned expert.
+    """
+    experts = int(max(table.max(), prior.max())) + 1
+    ranks = len(table)
+    new, old = np.zeros((ranks, experts), dtype=np.float32), np.zeros((ranks, experts), dtype=np.float32)
+    rows = np.arange(ranks)[:, None]
+    np.maximum.at(new, (np.broadcast_to(rows, table.shape), np.maximum(table, 0)), (table != EMPTY).astype(np.float32))
+    np.maximum.at(old, (np.broadcast_to(rows, prior.shape), np.maximum(prior, 0)), (prior != EMPTY).astype(np.float32))
+    overlap = new @ old.T
+    alike = (usable[:, None] == usable[None, :]) & (speed[:, None] == speed[None, :])
+    fixed = locked.any(axis=1)
+    alike &= ~(fixed[:, None] | fixed[None, :]) | np.eye(ranks, dtype=np.bool_)
+    overlap = np.where(alike, overlap + 0.5 * (node[:, None] == node[None, :]), -1.0)
+    target = np.full(ranks, EMPTY, dtype=np.int64)
+    taken = np.zeros(ranks, dtype=np.bool_)
+    for flat in np.argsort(-overlap, axis=None, kind="stable").tolist():
+        source, place = divmod(flat, ranks)
+        if target[source] == EMPTY and not taken[place] and overlap[source, place] >= 0:
+            target[source], taken[place] = place, True
+    out = np.full_like(table, EMPTY)
+    out[target] = table
+    return out
+
+
+def _prior_on(p: Problem) -> NDArray[np.bool_] | None:
+    """[L, R, E + 1] what each rank holds in the prior; "no expert" is everywhere."""
+    if p.prior is None:
+        return None
+    on = np.zeros((p.layers, p.ranks, p.experts + 1), dtype=np.bool_)
+    layers = np.repeat(np.arange(p.layers), p.slots)
+    ranks = np.tile(p.rank_of_slot(), p.layers)
+    on[layers, ranks, p.prior.ravel()] = True
+    on[:, :, -1] = True
+    return on
+
+
+def _empty_state(p: Problem) -> kernels.Layer:
+    experts, ranks, places, h = p.experts, p.ranks, p.per_rank, kernels.H
+    high = int(p.max_replicas.max()) + 1
+    f32, i64 = np.float32, np.int64
+    return kernels.Layer(
+        table=np.full((ranks, places), EMPTY, dtype=np.int32),
+        usable=np.zeros(ranks, dtype=i64),
+        locked=np.zeros((ranks, places), dtype=np.bool_),
+        home=np.full(experts + 1, -1, dtype=i64),
+        node=p.node_of_rank.astype(i64),
+        low=np.ones(experts + 1, dtype=i64),
+        high=np.ones(experts + 1, dtype=i64),
+        speed=(1.0 / p.capacity).astype(f32),
+        load=np.zeros((experts + 1, h), dtype=f32),
+        value=np.zeros((3, experts + 1, h), dtype=f32),
+        square=np.zeros((3, experts + 1), dtype=f32),
+        count=np.zeros(experts + 1, dtype=i64),
+        where=np.zeros((experts + 1, high), dtype=i64),
+        on=np.zeros((ranks, experts + 1), dtype=np.bool_),
+        prior=np.zeros((ranks, experts + 1), dtype=np.bool_),
+        x=np.zeros((ranks, h), dtype=f32),
+        v=np.zeros(ranks, dtype=f32),
+        phi=np.zeros(ranks, dtype=f32),
+        mean=np.zeros(ranks, dtype=f32),
+        involved=np.zeros(16, dtype=i64),
+        change=np.zeros(16, dtype=i64),
+        touched=np.zeros(4 * high + 8, dtype=i64),
+        row=np.zeros(h, dtype=f32),
+        cool=np.zeros(min(kernels.PARTNERS, ranks), dtype=i64),
+        ends=np.zeros((kernels.REMOVABLE, 2), dtype=i64),
+        cost=np.zeros(kernels.REMOVABLE, dtype=f32),
+        peak=np.zeros(kernels.REMOVABLE, dtype=f32),
+        plan=np.zeros((3, 4), dtype=i64),
+        pick=np.zeros((3, 4), dtype=i64),
+        tabu=np.zeros(ranks, dtype=np.bool_),
+    )
