@@ -48,5 +48,6 @@ class Together:
         try:
             dist.all_to_all_single(received, send, list(receive_rows), list(send_rows))
         except (RuntimeError, dist.DistError) as error:
-            raise WorldEnded(f"rank {self.rank} lost a peer in an exchange: {error}") from error
+            reason = str(error).partition(". This is typically")[0]  # Gloo goes on with general advice.
+            raise WorldEnded(f"rank {self.rank} lost a peer in an exchange: {reason}") from error
         return received

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -44,6 +45,7 @@ ONE_THREAD = {
 
 def serve(options: ServeOptions) -> int:
     """Run a node's part of a world until it ends. Returns the exit code. Raises BadInput, CheckpointError at once."""
+    _check_installed()
     folder = _model_folder(options.model)
     listener = _listen(options)
     try:
@@ -60,6 +62,12 @@ def serve(options: ServeOptions) -> int:
             return code
     finally:
         listener.close()
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("torch", "transformers", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadInput(f"{missing[0]} is not installed, and ranks need it: install eplane[runtime]")
 
 
 def _model_folder(model: str) -> Path:
@@ -91,7 +99,11 @@ def _ranks(options: ServeOptions) -> Iterator[tuple[dict[int, Connection], dict[
         for rank in options.ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=enter, args=(text, rank, theirs), name=f"rank{rank}", daemon=True)
-            process.start()
+            try:
+                process.start()
+            except EOFError as error:
+                # The forkserver ended while it loaded torch and said on stderr why.
+                raise CheckpointError("the process that loads torch for the ranks did not start") from error
             theirs.close()
             connections[rank], processes[rank] = ours, process
         yield connections, processes

@@ -46,9 +46,9 @@ from runtime.tables import build_table
 from runtime.transfer import TransferServer, bundle_lookup
 from runtime.worldstart import (
     Meeting,
+    PlacementKeeper,
     agree_on_digests,
     agree_on_world,
-    keep_placement,
     same_digest,
     slots_of,
 )
@@ -257,6 +257,7 @@ def _loop(
     end_tokens: frozenset[int],
 ) -> None:
     engine, stats = parts.engine, StepStats()
+    keeper = PlacementKeeper(options.state_file) if rank == 0 and options.state_file is not None else None
     pause = 0.0
     while True:
         for message in inbox.take(pause):
@@ -267,8 +268,8 @@ def _loop(
         stats.note(report, report.total > 0 and _wave_open(parts.pool))
         if report.produced:
             wire.send(connection, wire.TOKENS, items=[_item(p) for p in report.produced])
-        if report.switched and rank == 0 and options.state_file is not None:
-            _keep(options.state_file, engine.switch.live.placement)
+        if report.switched and keeper is not None:
+            keeper.keep(engine.switch.live.placement)
         if stats.due() or report.switched:
             live = engine.switch.live
             wire.send(
@@ -294,10 +295,6 @@ def _pause(options: ServeOptions, engine: Engine, report: StepReport) -> float:
 def _wave_open(pool: CellPool) -> bool:
     """A bundle is on its way in, waits for its switch, or waits to be let go."""
     return pool.count(CellState.FREE) + pool.count(CellState.LIVE) < pool.cells
-
-
-def _keep(file: Path, placement: Placement) -> None:
-    threading.Thread(target=keep_placement, args=(file, placement), name="keep-placement", daemon=True).start()
 
 
 def _heed(scheduler: Scheduler, message: wire.Message, connection: Connection, end_tokens: frozenset[int]) -> None:

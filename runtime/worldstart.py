@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import queue
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +30,7 @@ from runtime.collective import Alone, Exchange, Together
 from runtime.options import LOOPBACK, ServeOptions, host_port
 
 LINEAR = "linear"
+_log = logging.getLogger(__name__)
 
 
 class Meeting:
@@ -173,6 +177,27 @@ def keep_placement(file: Path, placement: Placement) -> None:
     part = file.with_suffix(".part")
     part.write_text(json.dumps({"v": 1, "digest": placement.digest, "p2l": placement.p2l.tolist()}))
     part.replace(file)
+
+
+class PlacementKeeper:
+    """Writes the newest live placement to disk from a thread of its own, so that no step waits for the disk."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._newest: queue.SimpleQueue[Placement] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="keep-placement", daemon=True).start()
+
+    def keep(self, placement: Placement) -> None:
+        self._newest.put(placement)
+
+    def _run(self) -> None:
+        while True:
+            placement = self._newest.get()
+            try:
+                keep_placement(self._file, placement)
+            except OSError as error:
+                # Serving goes on: at worst the next life of this group starts from an older placement.
+                _log.warning("the live placement is not kept at %s: %s", self._file, error)
 
 
 def same_digest(exchange: Exchange, placement: Placement, device: torch.device) -> None:

@@ -115,6 +115,20 @@ def test_what_only_a_rank_can_see_is_one_sentence_too(tmp_path: Path, checkpoint
     assert "8 experts do not fit 1 ranks x 3 slots; give at least --slots 8" in said
 
 
+def test_the_launcher_needs_no_torch_and_says_what_is_missing(checkpoint: Get) -> None:
+    hide = "import sys; sys.modules.update(torch=None, transformers=None)"
+    load = "import runtime.launcher, runtime.server, runtime.__main__"
+    done = subprocess.run([sys.executable, "-c", f"{hide}; {load}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    find = "import importlib.util; importlib.util.find_spec = lambda name: None"
+    run = f"from runtime.__main__ import main; sys.exit(main(['serve', '--model', {str(checkpoint('olmoe'))!r}]))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hide}; {load}; {find}; {run}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: torch is not installed, and ranks need it: install eplane[runtime]\n"
+
+
 def test_the_first_placement_is_the_one_given_else_the_one_kept_else_linear(tmp_path: Path) -> None:
     def options(**more: Any) -> ServeOptions:
         return ServeOptions("m", world_size=2, ranks=(0,), nodes=("local", "local"), slots=5, **more)

@@ -18,7 +18,7 @@ from tests.runtime.moves import LEADER, Mover, random_wave
 from tests.runtime.serving import Serve, serving
 
 Get = Callable[[str], Path]
-WAVES_BUSY = 16
+WAVES_BUSY = 12
 WAVES_IDLE = 5
 OPTIONS = ("--slots", "6", "--spare-cells", "4", "--window-steps", "8", "--max-tokens-per-step", "24")
 
@@ -122,7 +122,7 @@ async def _with_fault(folder: Path, at: Path, fault: str) -> tuple[int, Serve, i
         mover = await Mover.connect(serve)
         traffic = Traffic(serve.url, 1)
         running = asyncio.create_task(traffic.run(4))
-        await _walk(mover, 6, 2)
+        await _walk(mover, 4, 2)
         traffic.stop()
         await running
         await mover.close()

@@ -11,6 +11,7 @@ import torch
 
 from eplane.placement import Placement
 from runtime.attention import Span
+from runtime.checkpoint import model_dir
 from tests.runtime.checkpoints import EXPERTS, KINDS, LAYERS, plain_logits
 from tests.runtime.local import local_rank, random_placement
 from tests.runtime.rankworker import Case, Outcome, run_world
@@ -19,6 +20,7 @@ Get = Callable[[str], Path]
 COUNT = 70
 CUTS = [16, 50, 51, 52, 70, 70]  # The last step has no tokens anywhere: a tick.
 CASES_A_KIND = 3
+SHIPPED_EXPERTS, SHIPPED_LAYERS = 32, 8
 
 
 def _tokens(rank: int) -> list[int]:
@@ -37,7 +39,8 @@ def _cases(checkpoint: Get, ranks: int, slots: int) -> list[Case]:
             Case(folder, first + 1, slots + 1, tokens, CUTS, fused_bytes=0),
             Case(folder, first + 2, slots, tokens, CUTS, deterministic=False),
         ]
-    return cases
+    shipped = str(model_dir("tiny"))
+    return [*cases, Case(shipped, 90, SHIPPED_EXPERTS // ranks + 2, tokens, CUTS)]
 
 
 @pytest.fixture(scope="module", params=[(2, 5), (4, 3)], ids=["2-ranks", "4-ranks"])
@@ -55,15 +58,15 @@ def _logits(outcome: Outcome) -> torch.Tensor:
     return torch.frombuffer(bytearray(outcome.logits), dtype=torch.float32).view(COUNT, -1)
 
 
-def _placement(case: Case, ranks: int, layers: int) -> Placement:
-    return random_placement(case.seed, layers, EXPERTS, ranks, case.slots)
+def _placement(case: Case, ranks: int, layers: int, experts: int) -> Placement:
+    return random_placement(case.seed, layers, experts, ranks, case.slots)
 
 
 def test_logits_equal_plain_transformers_and_bits_equal_one_rank(world: World, checkpoint: Get) -> None:
     cases, outcomes = world
-    for kind in KINDS:
-        folder = checkpoint(kind)
-        alone = local_rank(folder, 99, slots=EXPERTS)
+    for folder in (*map(checkpoint, KINDS), model_dir("tiny")):
+        shipped = folder == model_dir("tiny")
+        alone = local_rank(folder, 99, slots=SHIPPED_EXPERTS if shipped else EXPERTS)
         for rank in (r for r, tokens in enumerate(cases[0].tokens) if tokens):
             tokens = cases[0].tokens[rank]
             plain = plain_logits(folder, tokens)
@@ -75,14 +78,14 @@ def test_logits_equal_plain_transformers_and_bits_equal_one_rank(world: World, c
                     assert float((_logits(row[rank]) - plain).abs().max()) < 1e-4
                     assert torch.equal(_logits(row[rank]), exact) or not case.deterministic
                     seen += 1
-            assert seen == CASES_A_KIND
+            assert seen == (1 if shipped else CASES_A_KIND)
 
 
 def test_what_arrived_at_the_slots_is_what_was_routed_to_their_experts(world: World) -> None:
     cases, outcomes = world
     for case, row in zip(cases[:-1], outcomes[:-1], strict=True):
         routed = np.array([o.routed for o in row]).sum(axis=0)
-        placement = _placement(case, len(row), routed.shape[0])
+        placement = _placement(case, len(row), *routed.shape)
         arrived = np.concatenate([np.array(o.arrived) for o in row], axis=2)  # [2, L, P]
         per_expert = np.zeros_like(routed)
         layer, slot = np.nonzero(placement.p2l >= 0)
@@ -90,7 +93,7 @@ def test_what_arrived_at_the_slots_is_what_was_routed_to_their_experts(world: Wo
         assert (per_expert == routed).all()
         assert (arrived.sum(axis=0)[placement.p2l < 0] == 0).all()
         busy = sum(bool(t) for t in case.tokens)
-        top_k = 2
+        top_k = 4 if routed.shape[1] == SHIPPED_EXPERTS else 2
         assert arrived[0].sum() == CUTS[0] * busy * top_k * routed.shape[0]  # The first step is prompt,
         assert arrived[1].sum() == (COUNT - CUTS[0]) * busy * top_k * routed.shape[0]  # the others decode.
 
@@ -99,7 +102,7 @@ def test_a_tick_is_one_exchange_and_small_steps_spare_one_a_layer(world: World) 
     cases, outcomes = world
     for case, row in zip(cases[:-1], outcomes[:-1], strict=True):
         layers = len(row[0].routed)
-        assert layers in (LAYERS, LAYERS - 1)
+        assert layers in (LAYERS, LAYERS - 1, SHIPPED_LAYERS)
         a_step = 3 * layers if case.fused_bytes == 0 else 3 + 2 * (layers - 1)
         for outcome in row:
             assert outcome.exchanges == [a_step] * (len(CUTS) - 1) + [1]
