@@ -96,7 +96,20 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{file}: quantized checkpoints are not supported yet")
     if not getattr(config, "num_experts_per_tok", None):
         raise CheckpointError(f"{file}: model type {config.model_type} is not a mixture of experts")
+    _check_attention(file, config)
     return config
+
+
+def _check_attention(file: Path, config: Any) -> None:
+    """Refuse what would mix sequences that lie side by side: their tokens meet only in our attention, and only there
+    are they kept apart."""
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise CheckpointError(f"{file}: layers of type {kind} are not supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for entry in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if entry.get("rope_type") in ("dynamic", "longrope"):
+            raise CheckpointError(f"{file}: rotary embedding of type {entry['rope_type']} is not supported")
 
 
 def _build(folder: Path, config: Any, dtype: torch.dtype) -> Any:

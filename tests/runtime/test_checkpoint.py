@@ -112,6 +112,11 @@ def test_a_tensor_of_a_wrong_shape_is_named(tmp_path: Path, checkpoint: Get, bro
     [
         ({"model_type": "never_heard_of"}, "never_heard_of"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not supported"),
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "of type linear_attention"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rotary embedding of type dynamic is not supported",
+        ),
         ({"num_experts_per_tok": None}, "not a mixture of experts|num_experts_per_tok"),
     ],
 )
