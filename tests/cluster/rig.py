@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import signal
 import sys
 import time
@@ -114,8 +113,8 @@ def stored(etcd: EtcdProcess) -> Stored | None:
 class Cluster:
     """Use as a context manager; when the body begins, the engine's world is adopted.
 
-    `crash`: EPLANE_CRASH of the processes whose name begins with the key. `controller_port`: where controllers find etcd,
-    if not at its own port.
+    `crash`: EPLANE_CRASH of the processes whose name begins with the key. `port`: where controllers and agents find
+    etcd, if not at its own port.
     """
 
     def __init__(
@@ -124,15 +123,16 @@ class Cluster:
         etcd: EtcdProcess,
         *,
         crash: Mapping[str, str] | None = None,
-        controller_port: int | None = None,
+        port: int | None = None,
     ) -> None:
         self.folder = folder
         self.etcd = etcd
         self.hold_file = folder / "hold"
+        self.hold_switch = folder / "hold-switch"
         self.marks = folder / "marks"
         self.events: list[ProcessEvent] = []
         self._crash = dict(crash or {})
-        self._controller_etcd = f"http://127.0.0.1:{controller_port or etcd.client_port}"
+        self._etcd_url = f"http://127.0.0.1:{port or etcd.client_port}"
         self._ports = {name: free_port() for name in CONTROLLERS}
         self._supervisor: Supervisor | None = None
 
@@ -166,13 +166,14 @@ class Cluster:
     def spec(self, name: str) -> ProcessSpec:
         if name == "engine":
             argv = ["-m", "tests.cluster.engine", "--dir", str(self.folder / "link"), "--nodes", "n0,n0,n1,n1"]
-            argv += ["--group", GROUP, "--hold-file", str(self.hold_file), "--diary", str(self.folder / "diary")]
+            argv += ["--group", GROUP, "--hold-file", str(self.hold_file)]
+            argv += ["--hold-switch", str(self.hold_switch), "--diary", str(self.folder / "diary")]
         elif name in CONTROLLERS:
-            argv = ["-m", "api.cli", "controller", "--etcd", self._controller_etcd, "--group", GROUP, "--id", name]
+            argv = ["-m", "api.cli", "controller", "--etcd", self._etcd_url, "--group", GROUP, "--id", name]
             argv += ["--mode", "observe", "--ttl", f"{TTL_S}", "--listen", f"127.0.0.1:{self._ports[name]}"]
         else:
             node = name.partition(".")[0]
-            argv = ["-m", "agent", "--group", GROUP, "--node", node, "--etcd", f"http://{self.etcd.endpoint}"]
+            argv = ["-m", "agent", "--group", GROUP, "--node", node, "--etcd", self._etcd_url]
             argv += ["--link-dir", str(self.folder / "link" / node), "--ttl", f"{TTL_S}"]
         env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         crash = next((text for prefix, text in self._crash.items() if name.startswith(prefix)), "")
@@ -297,8 +298,3 @@ def _text(file: Path) -> str | None:
     with suppress(OSError):
         return file.read_text() or None
     return None
-
-
-def environment_is_clean() -> bool:
-    """A crash point set outside would end the tests' own processes."""
-    return "EPLANE_CRASH" not in os.environ

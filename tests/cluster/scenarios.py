@@ -8,17 +8,19 @@ which goes through all of it.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from api.supervise import Restart
 from eplane.errors import StackError
 from eplane.migration import MigrationState
 from tests.cluster.checks import at_rest
-from tests.cluster.rig import CONTROLLERS, KEYS, NODES, TTL_S, Cluster, Stored, crashes, until
+from tests.cluster.rig import CONTROLLERS, NODES, TTL_S, Cluster, Stored, crashes, until
+from tests.cluster.wire import LossyWire
 
 SIDES = ("before", "after")
 ADOPTION = tuple(f"adopt.{side}" for side in SIDES)
@@ -27,7 +29,6 @@ FORWARD = {
     "agent": tuple(f"{point}.{side}" for point in ("stage", "verified", "arm", "switched", "clean") for side in SIDES),
 }
 ABORT = {actor: tuple(f"abort.{side}" for side in SIDES) for actor in FORWARD}
-ENDED = (MigrationState.DONE, MigrationState.STOPPED, MigrationState.ABORTED)
 
 
 def migrate(cluster: Cluster) -> MigrationState:
@@ -54,29 +55,33 @@ def migrate_and_abort(cluster: Cluster) -> MigrationState:
 # --- every point of an actor, killed or stopped ---
 
 
-def arm_agents(cluster: Cluster, points: tuple[str, ...], kind: str, restart: Restart = Restart.ALWAYS) -> None:
-    """New lives of both agents that end or stand still once at each of `points`."""
+def arm_agents(
+    cluster: Cluster, points: Mapping[str, tuple[str, ...]], kind: str, restart: Restart = Restart.ALWAYS
+) -> None:
+    """New lives of both agents that end or stand still once at each of the points of their node."""
     marks = {}
     for node in NODES:
         folder = cluster.marks / node
-        folder.mkdir(exist_ok=True)
-        marks[node] = crashes(folder, "agent", points, kind)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        marks[node] = crashes(folder, "agent", points[node], kind)
     cluster.restart(*NODES, restart=restart, **marks)
 
 
+def on_both(*points: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(NODES, points)
+
+
 def arm_controllers(cluster: Cluster, points: tuple[str, ...], kind: str) -> None:
+    for mark in cluster.marks.glob("controller.*"):
+        mark.unlink()
     cluster.restart(*CONTROLLERS, c=crashes(cluster.marks, "controller", points, kind))
 
 
-def passed(cluster: Cluster, actor: str, points: tuple[str, ...]) -> bool:
-    """Whether every armed point has done its work."""
-    folders = [cluster.marks] if actor == "controller" else [cluster.marks / node for node in NODES]
-    return all((folder / f"{actor}.{point}").exists() for folder in folders for point in points)
-
-
-def forget_marks(cluster: Cluster) -> None:
-    for mark in list(cluster.marks.rglob("*.*")):
-        mark.unlink()
+def not_passed(cluster: Cluster, actor: str, points: Iterable[str]) -> list[str]:
+    """Points that ended or stopped nobody, of any node."""
+    gone = {mark.name for mark in cluster.marks.rglob(f"{actor}.*")}
+    return [point for point in points if f"{actor}.{point}" not in gone]
 
 
 @contextmanager
@@ -150,7 +155,8 @@ def stop_leader_past_its_ttl(cluster: Cluster, at: Callable[[Cluster], str]) -> 
     name, seat = leader
     pid = cluster.signal(name, signal.SIGSTOP)
     until(lambda: _other_seat(cluster.now(), seat), "a successor")
-    cluster.hold_file.unlink(missing_ok=True)
+    for held in (cluster.hold_file, cluster.hold_switch):
+        held.unlink(missing_ok=True)
     outcome = cluster.ended(migration)
     cluster.signal(name, signal.SIGCONT)
     at_rest(cluster)
@@ -171,29 +177,43 @@ def begun_and_held(cluster: Cluster) -> str:
     return migration
 
 
-@contextmanager
-def held_in_switching(cluster: Cluster) -> Iterator[str]:
-    """A migration with a wave SWITCHING that goes no further before the block ends: both agents stand still at `arm`."""
-    forget_marks(cluster)
-    arm_agents(cluster, ("arm.before",), "stop")
+def cut_and_held(cluster: Cluster) -> str:
+    """A migration whose first wave is SWITCHING and stays so while the file `hold_switch` is there."""
+    cluster.hold_switch.touch()
     migration = cluster.begin()
     cluster.wave_in(migration, "SWITCHING")
-    until(lambda: all(cluster.is_stopped(node) for node in NODES), "both agents at the point")
-    try:
-        yield migration
-    finally:
-        for node in NODES:
-            cluster.signal(node, signal.SIGCONT)
+    return migration
+
+
+def cutover_reply_lost(cluster: Cluster, wire: LossyWire, silent_s: float) -> MigrationState:
+    """The store makes the epoch, and its leader never hears of it; nothing comes back for `silent_s`."""
+    wire.lose(b'"SWITCHING"', silent_s)
+    outcome = cluster.ended(cluster.begin())
+    assert wire.lost.is_set()
+    at_rest(cluster)
+    return outcome
+
+
+def ack_reply_lost(cluster: Cluster, wire: LossyWire) -> MigrationState:
+    """An agent's acknowledgement is written, and its agent never hears of it."""
+    wire.lose(b"/SWITCHED/n1")
+    outcome = cluster.ended(cluster.begin())
+    assert wire.lost.is_set()
+    at_rest(cluster)
+    return outcome
 
 
 def etcd_killed_in_switching(cluster: Cluster) -> MigrationState:
-    with held_in_switching(cluster) as migration:
-        cluster.etcd.kill()
-        step = cluster.engine()["step"]
-        time.sleep(1.5 * TTL_S)
-        # The engine does not need it.
-        assert cluster.engine()["step"] > step
-        cluster.etcd.start()
+    """A wave stays SWITCHING while etcd is away for longer than every lease, and goes on by itself afterwards."""
+    migration = cut_and_held(cluster)
+    cluster.etcd.kill()
+    step = cluster.engine()["step"]
+    time.sleep(1.5 * TTL_S)
+    # The engine does not need it.
+    assert cluster.engine()["step"] > step
+    cluster.etcd.start()
+    assert cluster.see().migration(migration) is not None
+    cluster.hold_switch.unlink()
     outcome = cluster.ended(migration)
     at_rest(cluster)
     return outcome
@@ -213,8 +233,7 @@ def agent_stopped_past_its_ttl(cluster: Cluster) -> MigrationState:
 
 def agent_replaced(cluster: Cluster) -> tuple[MigrationState, list[int | None]]:
     """Old lives of both agents go on after their successors have come. Also returns the exit codes of the old ones."""
-    forget_marks(cluster)
-    arm_agents(cluster, ("arm.before",), "stop", Restart.NEVER)
+    arm_agents(cluster, on_both("arm.before"), "stop", Restart.NEVER)
     with going_on(cluster, successors=True):
         outcome = cluster.ended(cluster.begin())
         until(lambda: all(not cluster.supervisor.state(n).running for n in NODES), "the end of the old lives")
@@ -229,7 +248,3 @@ def drop_successors(cluster: Cluster) -> None:
             cluster.supervisor.stop(name)
     cluster.restart(*NODES, n0="", n1="")
     until(lambda: set(cluster.see().agents) == set(NODES), "both agents")
-
-
-def pause_key(cluster: Cluster) -> bool:
-    return KEYS.pause in cluster.see().values
