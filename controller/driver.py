@@ -144,7 +144,7 @@ class Driver:
         settings, now = self._state.settings(), self._clock.monotonic()
         for wave in at.waves:
             event = None
-            if wave.state in _BEFORE_CUTOVER and self._state.pause() is None:
+            if wave.state in _BEFORE_CUTOVER:
                 lasted = now - self._since(at, ("stage", wave.number))
                 if lasted > settings.stage_timeout_s:
                     waits = ", ".join(wave.without(wave.verified)) or "its turn"

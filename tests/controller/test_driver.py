@@ -457,6 +457,21 @@ async def test_after_the_cutover_a_missing_agent_stalls_it_and_its_return_ends_i
     assert await finish(rig, leader) is MigrationState.DONE
 
 
+async def test_ranks_that_are_slow_to_switch_are_not_taken_for_drift(rig: Rig) -> None:
+    leader = await start(rig)
+    await rig.nodes.act((AckKind.VERIFIED,))
+    await leader.turns()
+    assert waves(leader)[0] is WaveState.SWITCHING
+    rig.clock.advance(adoption.SETTLED_S + 1)
+    await rig.nodes.report(leader.desk)
+    await leader.turns()
+    pointer = leader.group.state.epoch()
+    assert pointer is not None
+    assert pointer.epoch == 2
+    assert leader.lead.trouble is None
+    assert await finish(rig, leader) is MigrationState.DONE
+
+
 async def test_ranks_that_serve_what_can_not_be_make_it_dead_until_a_new_world_comes(rig: Rig) -> None:
     leader = await start(rig)
     await rig.nodes.act()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from controller.adoption import SETTLED_S
+from controller.facts import gather
 from controller.history import prune
 from controller.verdict import VerdictKind
 from eplane.errors import Conflict, Infeasible, Invalid, NotFound, RefusedByGoal, SolverFailed
@@ -509,8 +510,19 @@ async def test_history_is_bounded_and_what_is_kept_can_be_rebuilt(rig: Rig) -> N
     assert await prune(leader.group.state, leader.lead.term, rig.clock, 2) > 0
     kept = sorted(leader.group.state.histories())
     assert 2 <= len(kept) < 34
+    fresh = await rig.lead("c1")
     for epoch in kept:
-        leader.group.state.placement(epoch)
-    assert len(leader.group.state.migrations()) <= 2
-    await rig.nodes.report(leader.desk, tilted(), 20)
-    assert (await leader.cycle()).kind is not VerdictKind.BROKEN_RECORD
+        fresh.group.state.placement(epoch)
+    assert len(fresh.group.state.migrations()) <= 2
+    await rig.nodes.report(fresh.desk, tilted(), 20)
+    assert (await fresh.cycle()).kind is not VerdictKind.BROKEN_RECORD
+
+
+async def test_after_a_shift_only_the_new_kind_of_traffic_is_judged(rig: Rig) -> None:
+    leader = await loaded(rig)
+    await rig.nodes.report(leader.desk, tilted(), 30)
+    await rig.nodes.report(leader.desk, tilted(hot=4), 4)
+    facts = gather(leader.group.state, leader.group.book, rig.clock.now())
+    assert facts is not None
+    assert len(facts.seen) <= 5
+    assert facts.load[0].argmax() == 4
