@@ -41,13 +41,6 @@ class ConfigPatch(Change):
     settings: dict[str, Any] = Field(min_length=1, description="the settings to change, with their new values")
 
 
-class SimulationRequest(Change):
-    load: list[list[list[float]]] = Field(min_length=1, description="tokens [windows, layers, experts]")
-    options: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="as on the command line: policy, ranks, slots, nodes, window, hardware"
-    )
-
-
 class ProblemBody(BaseModel):
     """RFC 9457. `code` is one of a closed set; `detail` says in a sentence what to do."""
 
