@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controller.solver.problem import EMPTY, Floats, Ints, Problem
 
@@ -71,42 +72,32 @@ def least_time(problem: Problem, load: Floats) -> Floats:
     different ranks, so with c copies the slowest of them takes at least load / (sum of the c highest speeds); copies
     are bounded by the slots in all and by max_replicas, and giving the next copy to the worst expert is optimal.
     """
-    use = ~problem.drained
-    speeds = np.sort(problem.capacity[use])[::-1]
-    reach = np.concatenate([[np.inf], np.cumsum(speeds)])
+    speeds = np.sort(problem.capacity[~problem.drained])[::-1]
     perfect = load.sum(axis=1) / speeds.sum()
-    out = np.zeros(problem.layers)
-    room = problem.usable.sum(axis=1)
-    for layer in range(problem.layers):
-        most = np.minimum(problem.max_replicas[layer], int((problem.usable[layer] > 0).sum()))
-        spare = int(room[layer]) - problem.experts
-        if problem.slot_budget is not None:
-            spare = min(spare, problem.slot_budget)
-        out[layer] = max(perfect[layer], _least_peak(load[layer], spare, most, reach))
-    return out
+    hosts = (problem.usable > 0).sum(axis=1)
+    most = np.maximum(np.minimum(problem.max_replicas, hosts[:, None]), 1)
+    spare = problem.usable.sum(axis=1) - problem.experts
+    if problem.slot_budget is not None:
+        spare = np.minimum(spare, problem.slot_budget)
+    return np.maximum(perfect, _least_peak(load, spare, most, np.cumsum(speeds)))
 
 
-def _least_peak(load: Floats, spare: int, most: Ints, reach: Floats) -> float:
-    """Least max over experts of load / reach[copies] with `spare` copies beyond one each. Bisection on the answer."""
-    floor = float((load / reach[most]).max())
-    high = float(load.max() / reach[1])
-    if spare <= 0 or high <= floor:
-        return max(high, floor) if spare <= 0 else floor
-    low = floor
+def _least_peak(load: Floats, spare: Ints, most: Ints, reach: Floats) -> Floats:
+    """[L] least max over experts of load / reach[copies - 1] with `spare [L]` copies beyond one each. By bisection."""
+    low = (load / reach[most - 1]).max(axis=1)
+    high = np.maximum(load.max(axis=1) / reach[0], low)
 
-    def fits(peak: float) -> bool:
-        need = np.searchsorted(reach[1:], load / peak * (1 - 1e-12)) + 1
-        return bool((np.minimum(need, most) - 1).sum() <= spare)
+    def fits(peak: Floats) -> NDArray[np.bool_]:
+        # A hair of slack, so that rounding never makes the bound tighter than it is.
+        need = np.searchsorted(reach, load / np.where(peak > 0, peak, 1.0)[:, None] * (1 - 1e-12)) + 1
+        return np.asarray((np.minimum(need, most) - 1).sum(axis=1) <= spare)
 
-    if fits(low):
-        return low
-    for _ in range(60):
+    high = np.where(fits(low), low, high)
+    for _ in range(40):
         middle = 0.5 * (low + high)
-        if fits(middle):
-            high = middle
-        else:
-            low = middle
-    return low
+        ok = fits(middle)
+        low, high = np.where(ok, low, middle), np.where(ok, middle, high)
+    return np.minimum(low, high)
 
 
 def bound(problem: Problem, load: Floats) -> Floats:

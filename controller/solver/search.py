@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from controller.forecast import Forecast
 from controller.solver import kernels
+from controller.solver.measure import least_time
 from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem
 
 STEPS_A_TURN = 8
 FREE = 1 << 40
 SHARP = 0.75
-"""Floor of the objective, as a part of the slowest rank, when the load is taken as known."""
+"""Floor of the objective, as a part of the best any placement could do, when the load is taken as known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Search:
         self.mean = np.zeros((p.layers, p.experts + 1))
         self.mean[:, :-1] = seen.mean * perfect
         self.objective = np.zeros(p.layers)
+        self.goal = least_time(p, self.mean[:, :-1])
         self.moved = np.zeros(p.layers, dtype=np.int64)
         self.done = np.zeros(p.layers, dtype=np.bool_)
         self.steps: list[Step] = []
@@ -84,22 +86,21 @@ class Search:
         s.prior[:] = True if self.prior_on is None else self.prior_on[layer]
 
     def _setup(self, layer: int, table: Ints) -> kernels.Rules:
-        """Load a layer with costs scaled so that its slowest rank is at 1."""
         self._load(layer, table)
-        kernels.setup(self.state, self._rules(layer, 1.0))
-        worst = float((self.state.mean + self.tuning.risk[layer] * np.sqrt(self.state.v) * self.state.speed).max())
-        rules = self._rules(layer, 1.0 / max(worst, 1e-6))
+        rules = self._rules(layer)
         self.objective[layer] = float(kernels.setup(self.state, rules)) / rules.unit
         return rules
 
-    def _rules(self, layer: int, unit: float) -> kernels.Rules:
+    def _rules(self, layer: int) -> kernels.Rules:
         t = self.tuning
         return kernels.Rules(
             kind=t.kind,
             knee=t.knee,
             risk=float(t.risk[layer]),
-            unit=unit,
-            floor=SHARP if t.sharp else 0.0,
+            # The scale is that of the best any placement could do: it stays while the placement changes, so that F falls
+            # with every change and the search must end.
+            unit=1.0 / max(float(self.goal[layer]), 1e-6),
+            floor=SHARP if t.sharp and t.kind == kernels.TOKENS else 0.0,
             price=0.0 if self.problem.prior is None else t.price,
             spread=self.problem.spread,
             most_used=int(self.most_used[layer]),
@@ -126,8 +127,7 @@ class Search:
         rules = self._setup(layer, self.tables[layer])
         count, settled = kernels.improve(self.state, rules, min(steps, STEPS_A_TURN), budget, self.log)
         self.tables[layer] = self.state.table
-        # Settled only when nothing was left to do from the start: the scale is then the one a new solve would use.
-        self.done[layer] = bool(settled) and count == 0
+        self.done[layer] = bool(settled)
         for row in self.log[:count].tolist():
             kind, expert, hot, to, moves = (int(x) for x in row[:5])
             self.moved[layer] += moves
@@ -198,7 +198,7 @@ class Search:
         room = np.zeros(p.nodes + 1, dtype=np.int64)
         np.add.at(room, p.node_of_rank, s.usable)
         room[-1] = s.usable.sum()
-        kernels.scratch(s, self._rules(layer, 1.0), self.mean[layer], room)
+        kernels.scratch(s, self._rules(layer), self.mean[layer], room)
         return s.table.copy()
 
     def price_of(self, layer: int) -> float:
@@ -211,23 +211,28 @@ def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, l
 
     Only ranks of one node, size and speed may change places, and none that holds a pinned expert.
     """
-    experts = int(max(table.max(), prior.max())) + 1
-    ranks = len(table)
-    new, old = np.zeros((ranks, experts), dtype=np.float32), np.zeros((ranks, experts), dtype=np.float32)
+    ranks, experts = len(table), int(max(table.max(), prior.max())) + 1
     rows = np.arange(ranks)[:, None]
-    np.maximum.at(new, (np.broadcast_to(rows, table.shape), np.maximum(table, 0)), (table != EMPTY).astype(np.float32))
-    np.maximum.at(old, (np.broadcast_to(rows, prior.shape), np.maximum(prior, 0)), (prior != EMPTY).astype(np.float32))
-    overlap = new @ old.T
+    new, old = np.zeros((ranks, experts + 1), dtype=np.float32), np.zeros((ranks, experts + 1), dtype=np.float32)
+    new[rows, table], old[rows, prior] = 1.0, 1.0
+    overlap = new[:, :-1] @ old[:, :-1].T
     alike = (usable[:, None] == usable[None, :]) & (speed[:, None] == speed[None, :])
     fixed = locked.any(axis=1)
     alike &= ~(fixed[:, None] | fixed[None, :]) | np.eye(ranks, dtype=np.bool_)
-    overlap = np.where(alike, overlap + 0.5 * (node[:, None] == node[None, :]), -1.0)
+    # A rank that shares nothing stays on its node if it can.
+    worth = np.where(alike, overlap + 0.5 * (node[:, None] == node[None, :]), 0.0)
     target = np.full(ranks, EMPTY, dtype=np.int64)
     taken = np.zeros(ranks, dtype=np.bool_)
-    for flat in np.argsort(-overlap, axis=None, kind="stable").tolist():
-        source, place = divmod(flat, ranks)
-        if target[source] == EMPTY and not taken[place] and overlap[source, place] >= 0:
+    pairs = np.argwhere(overlap * alike > 0)
+    for source, place in pairs[np.argsort(-worth[pairs[:, 0], pairs[:, 1]], kind="stable")].tolist():
+        if target[source] == EMPTY and not taken[place]:
             target[source], taken[place] = place, True
+    for source in np.flatnonzero(target == EMPTY).tolist():
+        free = np.where(alike[source] & ~taken, 1.0 + worth[source], 0.0)
+        if not free.any():
+            return table
+        target[source] = int(free.argmax())
+        taken[target[source]] = True
     out = np.full_like(table, EMPTY)
     out[target] = table
     return out

@@ -17,7 +17,6 @@ from controller.solver.answer import Answer
 from controller.solver.budget import allot
 from controller.solver.explain import explain_layers
 from controller.solver.grouping import home_nodes
-from controller.solver.measure import least_time
 from controller.solver.policies.eplb import fill_gaps
 from controller.solver.problem import Bools, Floats, Ints, Problem, RankCost, ShareMode, Strategy
 from controller.solver.repair import keep_places, repair
@@ -59,7 +58,7 @@ class EPlanePolicy:
         search.done |= held & (problem.prior is not None)
         finished = search.run(deadline)
         if known and problem.prior is None and problem.spread == 1:
-            _kick(problem, search, seen, deadline)
+            _kick(problem, search, deadline)
         anew = _from_scratch(problem, search, held, deadline) if problem.prior is not None else []
         _undo_small(problem, search, start, before)
         placement = search.tables.reshape(problem.layers, problem.slots).copy()
@@ -163,6 +162,11 @@ def _from_scratch(problem: Problem, search: object, held: Bools, deadline: float
         objective = search.objective[layer]
         table = search.scratch(layer)
         pinned = search.state.locked.copy()
+        search.begin(layer, table)
+        if search.objective[layer] >= price:
+            search.tables[layer], search.objective[layer], search.moved[layer] = kept, objective, moved
+            search.done[layer] = True
+            continue
         table = relabel(table, prior[layer], problem.node_of_rank, problem.usable_of(layer), problem.capacity, pinned)
         search.begin(layer, table)
         if search.price_of(layer) < price and (table != -1).sum() >= (kept != -1).sum():
@@ -188,18 +192,16 @@ def _undo_small(problem: Problem, search: object, start: Ints, before: Floats) -
             search.steps[:] = [step for step in search.steps if step.layer != layer]
 
 
-def _kick(problem: Problem, search: object, seen: Forecast, deadline: float | None) -> None:
+def _kick(problem: Problem, search: object, deadline: float | None) -> None:
     """A known load and free moves: close the gap to the bound where local search left one."""
     from controller.solver.search import Search
 
     if not isinstance(search, Search):
         return
-    perfect = float(problem.capacity[~problem.drained].sum())
-    goals = least_time(problem, seen.mean.astype(np.float64) * perfect)
     rounds = max(1, min(KICKS, KICK_SLOTS // (problem.slots * problem.layers)))
     for layer in range(problem.layers):
-        if search.peak(layer) > goals[layer] * (1 + KICK_GAP):
-            search.kick(layer, float(goals[layer]) * (1 + KICK_GAP), rounds, deadline)
+        if search.peak(layer) > search.goal[layer] * (1 + KICK_GAP):
+            search.kick(layer, float(search.goal[layer]) * (1 + KICK_GAP), rounds, deadline)
 
 
 def _strategy(problem: Problem, anew: list[int]) -> str:

@@ -3,7 +3,7 @@
 From scratch on the load window, blind to the present placement. Hierarchical when groups divide over nodes: groups are
 packed onto nodes, hot experts replicated inside a node, copies packed onto its ranks. Global otherwise. Two additions
 beyond the original: ranks may have different numbers of slots, and a second copy that the packing puts on one rank is
-replaced (the original leaves it there, where it costs a slot and gains nothing).
+exchanged (the original leaves it there, where it costs a slot and gains nothing).
 """
 
 from __future__ import annotations
@@ -93,6 +93,33 @@ def eplb_placement(problem: Problem, load: Floats, hierarchical: bool) -> Ints:
     return table.reshape(problem.layers, problem.slots)
 
 
+def separate(problem: Problem, placement: Ints, load: Floats, same_node: bool) -> Ints:
+    """[L, P] the placement with second copies on a rank exchanged for items of nearly the same load elsewhere."""
+    table = placement.reshape(problem.layers, problem.ranks, problem.per_rank).copy()
+    for layer in range(problem.layers):
+        rows = table[layer]
+        ordered = np.sort(rows, axis=1)
+        for rank in np.flatnonzero(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != EMPTY)).any(axis=1)).tolist():
+            for place in range(problem.per_rank):
+                if rows[rank, place] != EMPTY and rows[rank, place] in rows[rank, :place]:
+                    _exchange(problem, rows, load[layer], rank, place, same_node)
+    return table.reshape(placement.shape)
+
+
+def _exchange(problem: Problem, rows: Ints, load: Floats, rank: int, place: int, same_node: bool) -> None:
+    expert = int(rows[rank, place])
+    counts = np.bincount(rows[rows != EMPTY], minlength=problem.experts)
+    weight = np.where(rows == EMPTY, np.inf, load[rows] / np.maximum(counts[rows], 1))
+    open_ranks = ~(rows == expert).any(axis=1)
+    if same_node:
+        open_ranks &= problem.node_of_rank == problem.node_of_rank[rank]
+    fits = open_ranks[:, None] & ~np.isin(rows, rows[rank]) & (rows != EMPTY)
+    if fits.any():
+        miss = np.where(fits, np.abs(weight - load[expert] / counts[expert]), np.inf)
+        other, there = np.unravel_index(int(miss.argmin()), miss.shape)
+        rows[rank, place], rows[other, there] = rows[other, there], expert
+
+
 class EplbPolicy:
     """DeepSeek's greedy on the last load window."""
 
@@ -103,7 +130,8 @@ class EplbPolicy:
         hierarchical = fits and problem.strategy is not Strategy.GLOBAL
         load = problem.observed()
         greedy = eplb_placement(problem, load, hierarchical)
-        placement = fill_gaps(problem, repair(problem, greedy, load), load)
+        apart = separate(problem, greedy, load, hierarchical)
+        placement = fill_gaps(problem, repair(problem, apart, load), load)
         changed = int((placement != greedy).any(axis=1).sum())
         strategy = "hierarchical" if hierarchical else "global"
         decisions = [f"{strategy} greedy from scratch on the load window"]
