@@ -7,23 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from controller.solver.shares import level
 from eplane.load import FloatLoad
 from eplane.placement import EMPTY, FloatTable, IntTable
-
-SWEEPS = 50
 
 
 def level_shares(p2l: IntTable, ranks: int, load: FloatLoad) -> FloatTable:
     """`[L, P]` shares that make the fullest rank of each layer as empty as a split can. Runs in the solver's process."""
-    from controller.solver.kernels import level_shares as level_layer
-
-    layers, slots = p2l.shape
-    shares = np.zeros((layers, ranks, slots // ranks))
-    speed = np.ones(ranks)
-    for layer in range(layers):
-        table = np.ascontiguousarray(p2l[layer].reshape(ranks, -1), dtype=np.int32)
-        level_layer(table, np.ascontiguousarray(load[layer], dtype=np.float64), speed, shares[layer], SWEEPS)
-    return settled(p2l, shares.reshape(layers, slots), load.shape[1])
+    return settled(p2l, level(p2l, load, np.ones(ranks)), load.shape[1])
 
 
 def settled(p2l: IntTable, shares: FloatTable, experts: int) -> FloatTable:
