@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from api.cli import doctor, migration, mode, plan, process, solving, state, up, version
+from api.cli import demo, doctor, migration, mode, plan, process, solving, state, up, version
 
 EPILOG = "Exit codes: 0 ok, 2 usage or bad input, 3 refused by a goal, 4 conflict, 5 unavailable."
 UNKNOWN_FAILURE = 1
@@ -77,31 +77,16 @@ def _usage(error: Exception, sentence: str) -> str:
     return f"{sentence.rstrip('.')}. See {context.command_path} --help" if context is not None else sentence
 
 
-def demo(context: typer.Context) -> None:
-    """The whole story on this machine: a real model, shifting text, experts that move live. Options: demo --help."""
-    import importlib
-
-    from eplane.errors import BadInput
-
-    try:
-        demo_app = importlib.import_module("api.cli.demo").app
-    except ImportError as error:
-        raise BadInput(f"the demo can not be loaded ({error}); pip install 'eplane[demo]'") from None
-    code = demo_app(context.args, prog_name="eplane demo", standalone_mode=False)
-    raise typer.Exit(code if isinstance(code, int) else 0)
-
-
 for _command in (state.status, state.load, state.placement, state.nodes, state.goals, state.anomalies):
     app.command()(_command)
 for _command in (state.history, state.explain, state.leader, plan.rebalance, plan.rollback):
     app.command()(_command)
 for _command in (mode.mode, mode.pause, mode.resume, solving.solve):
     app.command()(_command)
-for _command in (up.up, process.controller, doctor.doctor, version.version):
+for _command in (up.up, demo.demo, process.controller, doctor.doctor, version.version):
     app.command()(_command)
 app.command(context_settings=process.PASS_ON)(process.agent)
 app.command(context_settings=process.PASS_ON)(process.serve)
-app.command(context_settings=process.PASS_ON)(demo)
 app.add_typer(plan.app, name="plan")
 app.add_typer(migration.app, name="migration")
 app.add_typer(mode.config_app, name="config")

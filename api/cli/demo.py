@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@app.command()
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are spread over.")] = 2,
@@ -33,8 +30,10 @@ def demo(
 
     Ends with 0 when no request failed and no token was wrong, with 1 otherwise.
     """
-    from api.demo.run import run
+    from importlib.util import find_spec
+
     from api.demo.script import DemoSettings
+    from eplane.errors import BadInput
 
     settings = DemoSettings(
         ranks=ranks,
@@ -50,6 +49,11 @@ def demo(
         seed=seed,
         run_dir=run_dir,
     )
+    missing = [part for part in ("torch", "transformers", "matplotlib") if find_spec(part) is None]
+    if missing:
+        raise BadInput(f"the demo needs {', '.join(missing)}: pip install 'eplane[demo]'")
+    from api.demo.run import run
+
     result = run(settings)
     typer.echo(result.summary())
     typer.echo(f"written: {json}, {png}")

@@ -26,7 +26,8 @@ from api.demo.traffic import Traffic
 from api.demo.watch import Watcher
 from api.stack import Stack, StackSettings
 from api.supervise import EventKind, ProcessEvent
-from eplane.errors import StackError
+from controller.solver import policies
+from eplane.errors import BadInput, StackError
 
 GROUP = "demo"
 MODEL = "tiny"
@@ -41,6 +42,9 @@ LAYERS = 8
 
 def run(settings: DemoSettings) -> Result:
     """The whole demo. Leaves no process and no file behind but the two results, also after Ctrl-C."""
+    known = sorted(policies())
+    if settings.policy not in known:
+        raise BadInput(f"--policy {settings.policy}: must be one of {', '.join(known)}")
     with _run_dir(settings) as folder:
         chaos = Chaos(folder / "kills") if settings.chaos else None
         stops: list[ProcessEvent] = []
@@ -212,7 +216,7 @@ def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -
         slots=settings.slots,
         spare_cells=settings.spare_layers * LAYERS,
         mode="auto",
-        ttl_s=2.0,
+        ttl_s=3.0,
         window_steps=16,
         fault=settings.fault,
         env=chaos.environment() if chaos else {},
