@@ -40,7 +40,7 @@ class Forecast:
 def forecast(history: NDArray[np.float64], window: int) -> Forecast:
     """Forecast the mean share over the `window` entries after `history [W, L, E]` (tokens)."""
     recent = history[-KEEP:].astype(np.float32)
-    entries, layers, experts = recent.shape
+    entries, layers = recent.shape[:2]
     totals = recent.sum(axis=2)
     bank = _bank(recent)
     horizon = max(1, min(window, entries // 2))

@@ -21,8 +21,8 @@ def allot(problem: Problem, share: Floats, tokens: Floats) -> Ints:
     least = problem.min_replicas.sum(axis=1)
     room = problem.usable.sum(axis=1)
     if problem.slot_budget is None:
-        return room.astype(np.int64)
-    used = least.astype(np.int64).copy()
+        return np.asarray(room, dtype=np.int64)
+    used: Ints = least.astype(np.int64)
     ranks = float((~problem.drained).sum())
     copies = problem.min_replicas.astype(np.float64).copy()
     weight = np.where(tokens.sum() > 0, tokens / max(float(tokens.sum()), 1e-30), 1.0 / problem.layers)
@@ -48,4 +48,4 @@ def allot(problem: Problem, share: Floats, tokens: Floats) -> Ints:
         used[layer] += 1
         spare -= 1
         offer(layer)
-    return used
+    return np.asarray(used)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from controller.forecast import Forecast
-from controller.solver.measure import copies_of, even_shares, held, rank_loads
+from controller.solver.measure import even_shares, held, rank_loads
 from controller.solver.problem import Bools, Floats, Ints, Problem
 
 if TYPE_CHECKING:
@@ -32,11 +32,15 @@ def explain_layers(
         elif still[layer]:
             sentences.append(f"{here}not enough tokens to act on, stays (low confidence)")
         elif layer in anew:
-            sentences.append(f"{here}placed anew, ranks relabelled to keep what they hold: {change}, {moves[layer]} moves")
+            sentences.append(
+                f"{here}placed anew, ranks relabelled to keep what they hold: {change}, {moves[layer]} moves"
+            )
         elif not moves[layer]:
             sentences.append(f"{here}stays, no change pays for its moves (predicted max load {after[layer]:.2f})")
         else:
-            sentences.append(here + _told(problem, placement[layer], start[layer], steps, layer, change, int(moves[layer])))
+            sentences.append(
+                here + _told(problem, placement[layer], start[layer], steps, layer, change, int(moves[layer]))
+            )
     return sentences
 
 
@@ -47,7 +51,9 @@ def _told(problem: Problem, row: Ints, old: Ints, steps: list[Step], layer: int,
     for step in mine[:TOLD]:
         if step.kind:
             counts[step.expert] += 1
-            number = ORDINALS[counts[step.expert]] if counts[step.expert] < len(ORDINALS) else f"{counts[step.expert]}th"
+            number = (
+                ORDINALS[counts[step.expert]] if counts[step.expert] < len(ORDINALS) else f"{counts[step.expert]}th"
+            )
             parts.append(f"expert {step.expert} gets a {number} copy on rank {step.to}")
         else:
             parts.append(f"expert {step.expert} goes from rank {step.hot} to rank {step.to}")

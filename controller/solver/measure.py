@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,24 +23,28 @@ def copies_of(placement: Ints, experts: int) -> Ints:
 def held(placement: Ints, ranks: int, experts: int) -> Ints:
     """[L, R, E] how many copies of an expert a rank holds (0 or 1 in a legal placement)."""
     layers, slots = placement.shape
-    where = np.arange(layers * slots) // (slots // ranks)
-    flat = placement.ravel()
-    used = flat != EMPTY
-    counts = np.bincount(where[used] * experts + flat[used], minlength=layers * ranks * experts)
-    return counts.reshape(layers, ranks, experts).astype(np.int32)
+    # One extra column takes the empty slots.
+    where = np.repeat(np.arange(layers * ranks), slots // ranks) * (experts + 1) + placement.ravel()
+    where[placement.ravel() == EMPTY] += experts + 1
+    counts = np.bincount(where, minlength=layers * ranks * (experts + 1))
+    return counts.reshape(layers, ranks, experts + 1)[:, :, :-1]
 
 
 def even_shares(placement: Ints, experts: int) -> Floats:
     """[L, P] one over the number of copies; 0 on empty slots."""
     counts = copies_of(placement, experts)
-    of_slot = np.take_along_axis(counts, np.maximum(placement, 0), axis=1)
-    return np.where(placement == EMPTY, 0.0, 1.0 / np.maximum(of_slot, 1))
+    return np.where(placement == EMPTY, 0.0, 1.0 / np.maximum(_of_slot(counts, placement), 1))
 
 
 def slot_loads(load: Floats, placement: Ints, shares: Floats) -> Floats:
     """[L, P] tokens that reach each slot when `load [L, E]` is split by `shares`."""
-    loads = np.take_along_axis(load, np.maximum(placement, 0), axis=1)
-    return np.where(placement == EMPTY, 0.0, loads * shares)
+    return np.where(placement == EMPTY, 0.0, _of_slot(load, placement) * shares)
+
+
+def _of_slot(values: NDArray[Any], placement: Ints) -> NDArray[Any]:
+    """[L, P] `values [L, E]` of the expert in each slot; some expert's for an empty one."""
+    rows = np.arange(len(values), dtype=np.int64)[:, None] * values.shape[1]
+    return np.asarray(np.take(values, np.maximum(placement, 0) + rows))
 
 
 def rank_loads(load: Floats, placement: Ints, shares: Floats, ranks: int) -> Floats:
@@ -65,12 +71,13 @@ def count_moves(before: Ints | None, after: Ints, ranks: int, experts: int) -> I
     return np.asarray(fresh.sum(axis=(1, 2)), dtype=np.int32)
 
 
-def least_time(problem: Problem, load: Floats) -> Floats:
+def least_time(problem: Problem, load: Floats, steps: int = 24) -> Floats:
     """[L] proved lower bound of the slowest rank's time (tokens over speed), for even and for weighted shares.
 
     Two arguments. No placement beats a perfect split over all ranks in use. And the copies of one expert lie on
     different ranks, so with c copies the slowest of them takes at least load / (sum of the c highest speeds); copies
     are bounded by the slots in all and by max_replicas, and giving the next copy to the worst expert is optimal.
+    steps: halvings of the bisection; fewer give a lower, still valid bound.
     """
     speeds = np.sort(problem.capacity[~problem.drained])[::-1]
     perfect = load.sum(axis=1) / speeds.sum()
@@ -79,25 +86,27 @@ def least_time(problem: Problem, load: Floats) -> Floats:
     spare = problem.usable.sum(axis=1) - problem.experts
     if problem.slot_budget is not None:
         spare = np.minimum(spare, problem.slot_budget)
-    return np.maximum(perfect, _least_peak(load, spare, most, np.cumsum(speeds)))
+    return np.asarray(np.maximum(perfect, _least_peak(load, spare, most, np.cumsum(speeds), steps)))
 
 
-def _least_peak(load: Floats, spare: Ints, most: Ints, reach: Floats) -> Floats:
+def _least_peak(load: Floats, spare: Ints, most: Ints, reach: Floats, steps: int) -> Floats:
     """[L] least max over experts of load / reach[copies - 1] with `spare [L]` copies beyond one each. By bisection."""
     low = (load / reach[most - 1]).max(axis=1)
     high = np.maximum(load.max(axis=1) / reach[0], low)
+    even = bool(np.allclose(np.diff(reach), reach[0], rtol=1e-12))
 
     def fits(peak: Floats) -> NDArray[np.bool_]:
         # A hair of slack, so that rounding never makes the bound tighter than it is.
-        need = np.searchsorted(reach, load / np.where(peak > 0, peak, 1.0)[:, None] * (1 - 1e-12)) + 1
-        return np.asarray((np.minimum(need, most) - 1).sum(axis=1) <= spare)
+        wanted = load / np.where(peak > 0, peak, 1.0)[:, None] * (1 - 1e-12)
+        need = np.ceil(wanted / reach[0]) if even else np.searchsorted(reach, wanted) + 1
+        return np.asarray(np.maximum(np.minimum(need, most) - 1, 0).sum(axis=1) <= spare)
 
     high = np.where(fits(low), low, high)
-    for _ in range(40):
+    for _ in range(steps):
         middle = 0.5 * (low + high)
         ok = fits(middle)
         low, high = np.where(ok, low, middle), np.where(ok, middle, high)
-    return np.minimum(low, high)
+    return np.asarray(np.minimum(low, high))
 
 
 def bound(problem: Problem, load: Floats) -> Floats:

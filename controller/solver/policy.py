@@ -24,9 +24,19 @@ def policies() -> dict[str, Policy]:
     """Every policy by name. Compiled kernels load only when one of them solves."""
     from controller.solver.policies.eplane import EPlanePolicy
     from controller.solver.policies.eplb import EplbPolicy
+    from controller.solver.policies.flash import FlashPolicy
+    from controller.solver.policies.omni import OmniPolicy
     from controller.solver.policies.static import StaticPolicy
+    from controller.solver.policies.swift import SwiftPolicy
 
-    known: tuple[Policy, ...] = (StaticPolicy(), EplbPolicy(), EPlanePolicy())
+    known: tuple[Policy, ...] = (
+        StaticPolicy(),
+        EplbPolicy(),
+        OmniPolicy(),
+        SwiftPolicy(),
+        FlashPolicy(),
+        EPlanePolicy(),
+    )
     return {policy.name: policy for policy in known}
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from controller.solver.grouping import home_nodes
-from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy
+from controller.solver.measure import held
+from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem, Strategy
 from eplane.errors import Infeasible
 
 
@@ -24,12 +25,33 @@ def repair(problem: Problem, placement: Ints, load: Floats | None = None) -> Int
         load = problem.observed()
     out = placement.reshape(problem.layers, problem.ranks, problem.per_rank).copy()
     homes = home_nodes(problem, placement, load) if problem.strategy is Strategy.HIERARCHICAL else None
-    for layer in range(problem.layers):
+    for layer in np.flatnonzero(_broken(problem, out, homes)).tolist():
         _Layer(problem, layer, out[layer], load[layer], None if homes is None else homes[layer]).mend()
     table = out.reshape(problem.layers, problem.slots)
     if problem.slot_budget is not None:
         _keep_budget(problem, table, load)
     return keep_places(problem, table) if problem.fixed_slots else table
+
+
+def _broken(problem: Problem, tables: Ints, homes: Ints | None) -> Bools:
+    """[L] layers that break a goal, the slot budget aside. tables [L, R, K]."""
+    flat = tables.reshape(problem.layers, problem.slots)
+    on_rank = held(flat, problem.ranks, problem.experts)
+    counts = on_rank.sum(axis=1)
+    bad = ((flat != EMPTY) & ~problem.usable_slots()).any(axis=1)
+    bad |= (on_rank > 1).any(axis=(1, 2))
+    bad |= ((counts < problem.min_replicas) | (counts > problem.max_replicas)).any(axis=1)
+    if problem.pinned.size:
+        layers, experts, ranks = problem.pinned.T
+        bad[layers[on_rank[layers, ranks, experts] == 0]] = True
+    if problem.spread > 1:
+        nodes = sum((on_rank[:, problem.node_of_rank == n].any(axis=1)).astype(np.int32) for n in range(problem.nodes))
+        bad |= (nodes < np.minimum(problem.spread, counts)).any(axis=1)
+    if homes is not None:
+        node = problem.node_of_rank[problem.rank_of_slot()]
+        rows = np.arange(problem.layers)[:, None]
+        bad |= ((flat != EMPTY) & (homes[rows, np.maximum(flat, 0)] != node)).any(axis=1)
+    return np.asarray(bad)
 
 
 def keep_places(problem: Problem, placement: Ints) -> Ints:

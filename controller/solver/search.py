@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.forecast import Forecast
-from controller.solver import kernels
-from controller.solver.measure import least_time
+from controller.solver.compiled import fill, moves
+from controller.solver.compiled import state as kernel
+from controller.solver.measure import count_moves, even_shares, least_time, rank_loads
 from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem
 
 STEPS_A_TURN = 8
@@ -55,12 +56,12 @@ class Search:
         self.most_used = np.full(p.layers, p.slots) if most_used is None else most_used
         self.tables = np.full((p.layers, p.ranks, p.per_rank), EMPTY, dtype=np.int32)
         perfect = float(p.capacity[~p.drained].sum())
-        self.lanes = np.zeros((p.layers, p.experts + 1, kernels.H), dtype=np.float32)
+        self.lanes = np.zeros((p.layers, p.experts + 1, kernel.H), dtype=np.float32)
         self.lanes[:, :-1] = seen.scenarios * np.float32(perfect)
         self.mean = np.zeros((p.layers, p.experts + 1))
         self.mean[:, :-1] = seen.mean * perfect
         self.objective = np.zeros(p.layers)
-        self.goal = least_time(p, self.mean[:, :-1])
+        self.goal = least_time(p, self.mean[:, :-1], steps=8)
         self.moved = np.zeros(p.layers, dtype=np.int64)
         self.done = np.zeros(p.layers, dtype=np.bool_)
         self.steps: list[Step] = []
@@ -85,35 +86,44 @@ class Search:
             s.home[:-1] = self.homes[layer]
         s.prior[:] = True if self.prior_on is None else self.prior_on[layer]
 
-    def _setup(self, layer: int, table: Ints) -> kernels.Rules:
+    def _setup(self, layer: int, table: Ints) -> kernel.Rules:
         self._load(layer, table)
         rules = self._rules(layer)
-        self.objective[layer] = float(kernels.setup(self.state, rules)) / rules.unit
+        self.objective[layer] = float(kernel.setup(self.state, rules)) / rules.unit
         return rules
 
-    def _rules(self, layer: int) -> kernels.Rules:
+    def _rules(self, layer: int) -> kernel.Rules:
         t = self.tuning
-        return kernels.Rules(
+        return kernel.Rules(
             kind=t.kind,
             knee=t.knee,
             risk=float(t.risk[layer]),
             # The scale is that of the best any placement could do: it stays while the placement changes, so that F falls
             # with every change and the search must end.
             unit=1.0 / max(float(self.goal[layer]), 1e-6),
-            floor=SHARP if t.sharp and t.kind == kernels.TOKENS else 0.0,
+            floor=SHARP if t.sharp and t.kind == kernel.TOKENS else 0.0,
             price=0.0 if self.problem.prior is None else t.price,
             spread=self.problem.spread,
             most_used=int(self.most_used[layer]),
         )
 
+    def start(self, tables: Ints) -> None:
+        """Take `tables [L, R, K]` as they are, with a rough objective (no scenarios, no risk) until a layer's turn comes."""
+        p = self.problem
+        flat = tables.reshape(p.layers, p.slots)
+        loads = rank_loads(self.mean[:, :-1], flat, even_shares(flat, p.experts), p.ranks)
+        self.tables[:] = tables
+        self.objective = np.asarray((loads / p.capacity).max(axis=1))
+        self.moved[:] = count_moves(p.prior, flat, p.ranks, p.experts)
+
     def begin(self, layer: int, table: Ints) -> None:
-        """Take `table [R, K]` as the layer's start."""
+        """Take `table [R, K]` as the layer's placement and measure it."""
         self.tables[layer] = table
         self._setup(layer, table)
-        self.moved[layer] = self.count_moves(layer, table)
+        self.moved[layer] = self._moves(layer, table)
         self.done[layer] = False
 
-    def count_moves(self, layer: int, table: Ints) -> int:
+    def _moves(self, layer: int, table: Ints) -> int:
         """Experts on ranks that did not hold them in the prior."""
         if self.prior_on is None:
             return 0
@@ -125,14 +135,14 @@ class Search:
         limit = self.problem.max_moves
         budget = FREE if limit is None or self.problem.prior is None else limit - int(self.moved[layer])
         rules = self._setup(layer, self.tables[layer])
-        count, settled = kernels.improve(self.state, rules, min(steps, STEPS_A_TURN), budget, self.log)
+        count, settled = moves.improve(self.state, rules, min(steps, STEPS_A_TURN), budget, self.log)
         self.tables[layer] = self.state.table
         self.done[layer] = bool(settled)
         for row in self.log[:count].tolist():
-            kind, expert, hot, to, moves = (int(x) for x in row[:5])
-            self.moved[layer] += moves
+            kind, expert, hot, to, cost = (int(x) for x in row[:5])
+            self.moved[layer] += cost
             self.objective[layer] = row[6] / rules.unit
-            self.steps.append(Step(layer, kind, expert, hot, to, moves, row[5] / rules.unit, row[6] / rules.unit))
+            self.steps.append(Step(layer, kind, expert, hot, to, cost, row[5] / rules.unit, row[6] / rules.unit))
 
     def run(self, deadline: float | None) -> bool:
         """Turns for all layers, worst first, until none has a change left or time is up. True if it finished."""
@@ -198,8 +208,8 @@ class Search:
         room = np.zeros(p.nodes + 1, dtype=np.int64)
         np.add.at(room, p.node_of_rank, s.usable)
         room[-1] = s.usable.sum()
-        kernels.scratch(s, self._rules(layer), self.mean[layer], room)
-        return s.table.copy()
+        fill.scratch(s, self._rules(layer), self.mean[layer], room)
+        return np.array(s.table)
 
     def price_of(self, layer: int) -> float:
         """Objective plus price of the moves so far."""
@@ -216,9 +226,9 @@ def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, l
     new, old = np.zeros((ranks, experts + 1), dtype=np.float32), np.zeros((ranks, experts + 1), dtype=np.float32)
     new[rows, table], old[rows, prior] = 1.0, 1.0
     overlap = new[:, :-1] @ old[:, :-1].T
-    alike = (usable[:, None] == usable[None, :]) & (speed[:, None] == speed[None, :])
+    alike: Bools = np.asarray(np.equal.outer(usable, usable) & np.equal.outer(speed, speed))
     fixed = locked.any(axis=1)
-    alike &= ~(fixed[:, None] | fixed[None, :]) | np.eye(ranks, dtype=np.bool_)
+    alike = alike & (~(fixed[:, None] | fixed[None, :]) | np.eye(ranks, dtype=np.bool_))
     # A rank that shares nothing stays on its node if it can.
     worth = np.where(alike, overlap + 0.5 * (node[:, None] == node[None, :]), 0.0)
     target = np.full(ranks, EMPTY, dtype=np.int64)
@@ -230,10 +240,10 @@ def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, l
     for source in np.flatnonzero(target == EMPTY).tolist():
         free = np.where(alike[source] & ~taken, 1.0 + worth[source], 0.0)
         if not free.any():
-            return table
+            return np.asarray(table)
         target[source] = int(free.argmax())
         taken[target[source]] = True
-    out = np.full_like(table, EMPTY)
+    out: Ints = np.full(table.shape, EMPTY, dtype=np.int32)
     out[target] = table
     return out
 
@@ -242,7 +252,7 @@ def _prior_on(p: Problem) -> NDArray[np.bool_] | None:
     """[L, R, E + 1] what each rank holds in the prior; "no expert" is everywhere."""
     if p.prior is None:
         return None
-    on = np.zeros((p.layers, p.ranks, p.experts + 1), dtype=np.bool_)
+    on: Bools = np.zeros((p.layers, p.ranks, p.experts + 1), dtype=np.bool_)
     layers = np.repeat(np.arange(p.layers), p.slots)
     ranks = np.tile(p.rank_of_slot(), p.layers)
     on[layers, ranks, p.prior.ravel()] = True
@@ -250,11 +260,11 @@ def _prior_on(p: Problem) -> NDArray[np.bool_] | None:
     return on
 
 
-def _empty_state(p: Problem) -> kernels.Layer:
-    experts, ranks, places, h = p.experts, p.ranks, p.per_rank, kernels.H
+def _empty_state(p: Problem) -> kernel.Layer:
+    experts, ranks, places, h = p.experts, p.ranks, p.per_rank, kernel.H
     high = int(p.max_replicas.max()) + 1
     f32, i64 = np.float32, np.int64
-    return kernels.Layer(
+    return kernel.Layer(
         table=np.full((ranks, places), EMPTY, dtype=np.int32),
         usable=np.zeros(ranks, dtype=i64),
         locked=np.zeros((ranks, places), dtype=np.bool_),
@@ -278,10 +288,10 @@ def _empty_state(p: Problem) -> kernels.Layer:
         change=np.zeros(16, dtype=i64),
         touched=np.zeros(4 * high + 8, dtype=i64),
         row=np.zeros(h, dtype=f32),
-        cool=np.zeros(min(kernels.PARTNERS, ranks), dtype=i64),
-        ends=np.zeros((kernels.REMOVABLE, 2), dtype=i64),
-        cost=np.zeros(kernels.REMOVABLE, dtype=f32),
-        peak=np.zeros(kernels.REMOVABLE, dtype=f32),
+        cool=np.zeros(min(kernel.PARTNERS, ranks), dtype=i64),
+        ends=np.zeros((kernel.REMOVABLE, 2), dtype=i64),
+        cost=np.zeros(kernel.REMOVABLE, dtype=f32),
+        peak=np.zeros(kernel.REMOVABLE, dtype=f32),
         plan=np.zeros((3, 4), dtype=i64),
         pick=np.zeros((3, 4), dtype=i64),
         tabu=np.zeros(ranks, dtype=np.bool_),

@@ -15,7 +15,7 @@ def level(placement: Ints, load: Floats, capacity: Floats, part: float = 1.0) ->
 
     part: 1 exact, 0 even, between: a blend (what was fitted to one load overfits the next).
     """
-    from controller.solver.kernels import level_shares
+    from controller.solver.compiled.fill import level_shares
 
     layers, slots = placement.shape
     even = even_shares(placement, load.shape[1])

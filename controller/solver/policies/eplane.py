@@ -29,6 +29,9 @@ RISK = 1.0
 """Weight of a rank's spread under the forecast's error, in standard deviations."""
 KICKS, KICK_SLOTS, KICK_GAP = 200, 20_000, 0.003
 """Random restarts a layer, slots they may cost in all, and the gap to the bound that is good enough."""
+SCRATCH_GAP, SCRATCH_PART = 0.05, 0.3
+"""A placement from scratch is tried where the objective is this far above the bound, and above the price of that part of
+the slots moving."""
 SHRINK = 0.5
 """Weighted shares lean this far from even: exact shares fit the forecast too closely."""
 
@@ -44,7 +47,11 @@ class EPlanePolicy:
         started = time.perf_counter()
         deadline = None if problem.budget_ms is None else started + problem.budget_ms / 1e3
         seen = forecast(problem.load, problem.window) if problem.forecast else last_window(problem.load, problem.window)
-        homes = home_nodes(problem, problem.prior, seen.mean) if problem.strategy is Strategy.HIERARCHICAL else None
+        homes = (
+            home_nodes(problem, problem.prior, seen.mean.astype(np.float64))
+            if problem.strategy is Strategy.HIERARCHICAL
+            else None
+        )
         most_used = allot(problem, seen.mean.astype(np.float64), problem.load.sum(axis=(0, 2)))
         known = not problem.forecast or problem.load.shape[0] == 1
         kind, knee = rank_cost(problem)
@@ -52,15 +59,13 @@ class EPlanePolicy:
         search = Search(problem, seen, Tuning(price_of_move(problem), risk, kind, knee, known), homes, most_used)
         start = self._start(problem, search, seen, most_used)
         held = problem.observed().sum(axis=1) < problem.min_tokens
-        for layer in range(problem.layers):
-            search.begin(layer, start[layer])
-        before = search.objective.copy()
+        search.start(start)
         search.done |= held & (problem.prior is not None)
         finished = search.run(deadline)
         if known and problem.prior is None and problem.spread == 1:
             _kick(problem, search, deadline)
         anew = _from_scratch(problem, search, held, deadline) if problem.prior is not None else []
-        _undo_small(problem, search, start, before)
+        _undo_small(problem, search, start)
         placement = search.tables.reshape(problem.layers, problem.slots).copy()
         if problem.prior is None:
             placement = fill_gaps(problem, placement, seen.mean.astype(np.float64))
@@ -106,16 +111,16 @@ def price_of_move(problem: Problem) -> float:
 
 def rank_cost(problem: Problem) -> tuple[int, float]:
     """Cost kind of the search and its knee, in units of the mean rank load."""
-    from controller.solver import kernels
+    from controller.solver.compiled import state as kernel
 
     if problem.rank_cost is RankCost.TOKENS:
-        return kernels.TOKENS, 1.0
+        return kernel.TOKENS, 1.0
     hardware = hardware_named(problem.hardware or "demo")
     ranks = float(problem.capacity[~problem.drained].sum())
     a_rank = (problem.step_tokens or hardware.tokens_a_rank * ranks) / ranks
     if problem.rank_cost is RankCost.ACTIVATED:
-        return kernels.ACTIVATED, 1.0 / a_rank
-    return kernels.FLOOR, hardware.crossover_tokens(problem.bundle_bytes) / a_rank
+        return kernel.ACTIVATED, 1.0 / a_rank
+    return kernel.FLOOR, hardware.crossover_tokens(problem.bundle_bytes) / a_rank
 
 
 def trim(problem: Problem, placement: Ints, mean: Floats, most_used: Ints) -> Ints:
@@ -156,7 +161,8 @@ def _from_scratch(problem: Problem, search: object, held: Bools, deadline: float
     prior = problem.prior.reshape(search.tables.shape)
     taken = []
     for layer in np.argsort(-search.objective, kind="stable").tolist():
-        if held[layer] or (deadline is not None and time.perf_counter() >= deadline):
+        least = search.goal[layer] * (1 + SCRATCH_GAP) + SCRATCH_PART * problem.slots * search.tuning.price
+        if held[layer] or search.objective[layer] < least or (deadline is not None and time.perf_counter() >= deadline):
             continue
         kept, price, moved = search.tables[layer].copy(), search.price_of(layer), search.moved[layer]
         objective = search.objective[layer]
@@ -179,16 +185,19 @@ def _from_scratch(problem: Problem, search: object, held: Bools, deadline: float
     return sorted(taken)
 
 
-def _undo_small(problem: Problem, search: object, start: Ints, before: Floats) -> None:
+def _undo_small(problem: Problem, search: object, start: Ints) -> None:
     """Put back layers whose gain is below min_improvement."""
     from controller.solver.search import Search
 
     if not isinstance(search, Search) or problem.prior is None or problem.min_improvement <= 0:
         return
-    for layer in range(problem.layers):
-        gain = (before[layer] - search.objective[layer]) / max(before[layer], 1e-30)
-        if search.moved[layer] > 0 and gain < problem.min_improvement:
-            search.tables[layer] = start[layer]
+    for layer in np.flatnonzero(search.moved > 0).tolist():
+        after, table = search.objective[layer], search.tables[layer].copy()
+        search.begin(layer, start[layer])
+        gain = (search.objective[layer] - after) / max(float(search.objective[layer]), 1e-30)
+        if gain >= problem.min_improvement:
+            search.tables[layer] = table
+        else:
             search.steps[:] = [step for step in search.steps if step.layer != layer]
 
 

@@ -49,6 +49,28 @@ def replicate(weights: Sequence[float], slots: int) -> tuple[list[int], list[int
     return expert_of, copies
 
 
+def pack_apart(load: Floats, expert_of: Sequence[int], usable: Ints, table: Ints) -> None:
+    """Longest first onto the lightest rank that has room and lacks the expert; writes `table [R, K]`.
+
+    An item that no open rank lacks is left out, unless it is the expert's only one: those come last and always fit.
+    """
+    counts = np.bincount(np.asarray(expert_of, dtype=np.int64), minlength=len(load))
+    each = load / np.maximum(counts, 1)
+    order = np.argsort(-each[np.asarray(expert_of)], kind="stable")
+    weight = np.where(usable > 0, 0.0, np.inf)
+    used = np.zeros(len(usable), dtype=np.int64)
+    on = np.zeros((len(usable), len(load)), dtype=np.bool_)
+    for item in order.tolist():
+        expert = expert_of[item]
+        rank = int(np.where(on[:, expert], np.inf, weight).argmin())
+        if on[rank, expert] or not np.isfinite(weight[rank]):
+            continue
+        table[rank, used[rank]] = expert
+        on[rank, expert] = True
+        used[rank] += 1
+        weight[rank] = weight[rank] + each[expert] if used[rank] < usable[rank] else np.inf
+
+
 def place_layer(load: Floats, ranks: Sequence[int], usable: Ints, table: Ints, experts: Sequence[int]) -> None:
     """Replicate `experts` into the slots of `ranks` and write them to `table [R, K]`."""
     rooms = [int(usable[r]) for r in ranks]
@@ -99,7 +121,9 @@ def separate(problem: Problem, placement: Ints, load: Floats, same_node: bool) -
     for layer in range(problem.layers):
         rows = table[layer]
         ordered = np.sort(rows, axis=1)
-        for rank in np.flatnonzero(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != EMPTY)).any(axis=1)).tolist():
+        for rank in np.flatnonzero(
+            ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != EMPTY)).any(axis=1)
+        ).tolist():
             for place in range(problem.per_rank):
                 if rows[rank, place] != EMPTY and rows[rank, place] in rows[rank, :place]:
                     _exchange(problem, rows, load[layer], rank, place, same_node)
