@@ -50,8 +50,8 @@ def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = No
     """The placement problem, in the solver's own terms. `options` may replace any of its fields."""
     s, world = facts.settings, facts.world
     number = {node: i for i, node in enumerate(world.nodes)}
-    loads = np.stack([seen.window.total for seen in facts.seen]) if facts.seen else facts.load[None]
-    window = min(len(loads), s.window)
+    loads = np.stack([seen.window.total for seen in facts.history]) if facts.history else facts.load[None]
+    window = max(1, len(facts.window))
     problem: dict[str, Any] = {
         "loads": loads,
         "window": window,
@@ -71,6 +71,8 @@ def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = No
         "spread": min(s.spread, len(world.nodes)),
         "horizon_steps": max(1, round(facts.steps / max(1, window) * s.horizon_s)),
     }
+    if s.move_weight is not None:
+        problem["move_weight"] = s.move_weight
     if s.max_moves_per_layer is not None:
         problem["max_moves"] = s.max_moves_per_layer
     if facts.step_tokens is not None:
@@ -131,12 +133,16 @@ class Decider:
         self._waiting = found
 
     async def confirm(self, facts: Facts, found: Found) -> tuple[bool | None, Estimate | None]:
-        """Does the waiting change also pay on traffic that came after it was found? None: not enough of it yet."""
+        """Does the waiting change also pay on traffic that came after it was found? None: not enough of it yet.
+
+        Both sides keep the shares that they were found with: fitted to the later traffic, either would look level.
+        """
         later = facts.since(found.at_step)
         if not later.enough():
             return None, None
-        before, after = await self.split(later, found.before.placement), await self.split(later, found.target)
-        seen = estimate(facts.world, later.load, before, after, found.waves, facts.settings, later.step_tokens)
+        seen = estimate(
+            facts.world, later.load, found.before, found.after, found.waves, facts.settings, later.step_tokens
+        )
         return confirmed(found.estimate, seen, facts.settings), seen
 
 

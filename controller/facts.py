@@ -19,12 +19,17 @@ from eplane.topology import World
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts:
-    """`seen`: complete windows of one kind with the newest, oldest first, at most what the settings keep."""
+    """`history`: the complete windows that are kept, oldest first. `seen`: the newest of them that are of one kind.
+
+    What the present placement is worth is judged on `seen`; what comes next is forecast from all of `history`, whose
+    older traffic often comes back.
+    """
 
     settings: GroupSettings
     world: World
     pointer: EpochPointer
     placement: Placement
+    history: tuple[Seen, ...]
     seen: tuple[Seen, ...]
     spent: Spent
 
@@ -70,4 +75,6 @@ def gather(state: GroupState, book: WindowBook, now: float) -> Facts | None:
     book.keep(settings.history)
     seen = book.newest(settings.history)
     tail = steady_tail([s.window.total for s in seen]) if seen else 0
-    return Facts(settings, world.world, pointer, state.placement(), seen[len(seen) - tail :], state.spent(now))
+    return Facts(
+        settings, world.world, pointer, state.placement(), tuple(seen), seen[len(seen) - tail :], state.spent(now)
+    )

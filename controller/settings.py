@@ -62,6 +62,9 @@ class GroupSettings(Settings):
     bytes_per_s: float | None = setting(None, low=1, help="most bytes a rank receives a second, or null")
     moves_per_hour: int | None = setting(None, low=0, help="most bundles moved an hour, or null")
     bytes_per_hour: int | None = setting(None, low=0, help="most bytes moved an hour, or null")
+    move_weight: float | None = setting(
+        None, low=0, help="price of a move in units of a layer's max / mean load; null: from the hardware"
+    )
     max_moves_per_wave: int = setting(256, low=1, help="bundles of one wave over all ranks")
     max_moves_per_layer: int | None = setting(None, low=0, help="bundles of one plan in one layer, or null")
     spare_min: int = setting(0, low=0, help="cells that stay free on every rank in every epoch")

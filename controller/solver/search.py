@@ -216,10 +216,10 @@ class Search:
         return float(self.objective[layer]) + self.tuning.price * float(self.moved[layer])
 
 
-def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, locked: Bools) -> Ints:
+def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, locked: Bools, same_node: bool) -> Ints:
     """[R, K] the same groups of experts on ranks chosen so that few must move: greedy assignment by overlap.
 
-    Only ranks of one node, size and speed may change places, and none that holds a pinned expert.
+    Only ranks of one size and speed (and node, if asked) change places, and none that holds a pinned expert.
     """
     ranks, experts = len(table), int(max(table.max(), prior.max())) + 1
     rows = np.arange(ranks)[:, None]
@@ -227,7 +227,9 @@ def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, l
     new[rows, table], old[rows, prior] = 1.0, 1.0
     overlap = new[:, :-1] @ old[:, :-1].T
     alike: Bools = np.asarray(np.equal.outer(usable, usable) & np.equal.outer(speed, speed))
-    fixed = locked.any(axis=1)
+    fixed: Bools = np.asarray(locked.any(axis=1))
+    if same_node:
+        alike = alike & np.equal.outer(node, node)
     alike = alike & (~(fixed[:, None] | fixed[None, :]) | np.eye(ranks, dtype=np.bool_))
     # A rank that shares nothing stays on its node if it can.
     worth = np.where(alike, overlap + 0.5 * (node[:, None] == node[None, :]), 0.0)

@@ -173,7 +173,10 @@ def _from_scratch(problem: Problem, search: object, held: Bools, deadline: float
             search.tables[layer], search.objective[layer], search.moved[layer] = kept, objective, moved
             search.done[layer] = True
             continue
-        table = relabel(table, prior[layer], problem.node_of_rank, problem.usable_of(layer), problem.capacity, pinned)
+        table = relabel(
+            table, prior[layer], problem.node_of_rank, problem.usable_of(layer), problem.capacity, pinned,
+            search.homes is not None or problem.spread > 1,
+        )  # fmt: skip
         search.begin(layer, table)
         if search.price_of(layer) < price and (table != -1).sum() >= (kept != -1).sum():
             taken.append(layer)
