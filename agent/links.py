@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from eplane.errors import LinkError, LinkRefused
 from eplane.placement import FloatTable
 from eplane.plan import LeaderEpoch
 from runtime.link.client import LinkClient
-from runtime.link.messages import Describe, PlacementReply, RankStatus
+from runtime.link.messages import Describe, ErrorCode, PlacementReply, RankStatus
 
 log = logging.getLogger("eplane.agent")
 LINK_ERRORS = (LinkError, OSError, TimeoutError)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,84 +68,82 @@ class Links:
 
     async def refresh(self, leader_epoch: LeaderEpoch | None) -> None:
         """Connect to sockets that are new; a socket that refuses is a rank that is starting or gone."""
-        for path in sorted(self._directory.glob("rank*.sock")):
-            name = path.stem.removeprefix("rank")
-            if not name.isdecimal() or int(name) in self._links:
-                continue
-            client = LinkClient(path)
+        paths = {path.stem.removeprefix("rank"): path for path in sorted(self._directory.glob("rank*.sock"))}
+        new = {int(name): path for name, path in paths.items() if name.isdecimal() and int(name) not in self._links}
+        await asyncio.gather(*(self._connect(rank, path, leader_epoch) for rank, path in new.items()))
+
+    async def _connect(self, rank: int, path: Path, leader_epoch: LeaderEpoch | None) -> None:
+        client = LinkClient(path)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                describe = await client.connect(self._incarnation, leader_epoch)
+        except LINK_ERRORS as error:
+            log.debug("rank %d does not answer yet: %s", rank, error)
+            await client.close()
+            return
+        self._links[rank] = Link(client, describe, path.with_suffix(".counters"))
+        log.info("linked to rank %d of world %s", rank, describe.world)
+
+    async def drop(self, rank: int, link: Link, why: object) -> None:
+        """Give `link` up, unless the rank has been linked anew already."""
+        if self._links.get(rank) is link:
+            del self._links[rank]
+            log.warning("the link to rank %d is lost: %s", rank, why)
+        await link.client.close()
+
+    async def _ask(self, asked: Mapping[int, Link], call: Callable[[Link], Awaitable[T]]) -> dict[int, T]:
+        """Ask ranks all at once, so that several that stand still cost no more time than one.
+
+        Those that do not answer are dropped; a refusal is an answer, and is told to the log.
+        """
+
+        async def one(rank: int, link: Link) -> tuple[int, T] | None:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    describe = await client.connect(self._incarnation, leader_epoch)
+                    return rank, await call(link)
+            except LinkRefused as error:
+                log.info("rank %d refuses: %s", rank, error)
+                if error.code == ErrorCode.SUPERSEDED:
+                    await self.drop(rank, link, error)
             except LINK_ERRORS as error:
-                log.debug("rank %s does not answer yet: %s", name, error)
-                await client.close()
-                continue
-            self._links[int(name)] = Link(client, describe, path.with_suffix(".counters"))
-            log.info("linked to rank %s of world %s", name, describe.world)
+                await self.drop(rank, link, error)
+            return None
 
-    async def drop(self, rank: int, why: object) -> None:
-        link = self._links.pop(rank, None)
-        if link is not None:
-            log.warning("the link to rank %d is lost: %s", rank, why)
-            await link.client.close()
+        answers = await asyncio.gather(*(one(rank, link) for rank, link in asked.items()))
+        return dict(answer for answer in answers if answer is not None)
 
     async def statuses(self) -> dict[int, RankStatus]:
         """What every rank says of itself now; ranks that do not answer are dropped."""
-        result: dict[int, RankStatus] = {}
-        for rank, link in list(self._links.items()):
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    result[rank] = await link.client.status()
-            except LINK_ERRORS as error:
-                await self.drop(rank, error)
-        return result
+        return await self._ask(dict(self._links), lambda link: link.client.status())
 
     async def describe(self) -> list[Describe]:
-        result: list[Describe] = []
-        for rank, link in list(self._links.items()):
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    result.append(await link.client.describe())
-            except LINK_ERRORS as error:
-                await self.drop(rank, error)
-        return result
+        return list((await self._ask(dict(self._links), lambda link: link.client.describe())).values())
 
     async def placement(self) -> PlacementReply | None:
         """The table that this node's ranks serve, as the first of them that answers says it."""
         for rank, link in list(self._links.items()):
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await link.client.placement()
-            except LINK_ERRORS as error:
-                await self.drop(rank, error)
+            found = await self._ask({rank: link}, lambda link: link.client.placement())
+            if found:
+                return found[rank]
         return None
 
     async def hint(self, digest: str, shares: FloatTable) -> None:
         """Hand shares to every rank. Each drops them unless `digest` is what it serves, so a late hint is harmless."""
-        for rank, link in list(self._links.items()):
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await link.client.set_shares(digest, shares)
-            except LinkRefused as error:
-                log.info("rank %d refuses shares: %s", rank, error)
-            except LINK_ERRORS as error:
-                await self.drop(rank, error)
+        await self._ask(dict(self._links), lambda link: link.client.set_shares(digest, shares))
 
     async def adopt(self, adoption: Adoption | None, statuses: Mapping[int, RankStatus]) -> None:
         """Tell each rank that serves the adopted placement its epoch number, unless it knows it."""
-        for rank, status in statuses.items():
-            link = self._links.get(rank)
-            if adoption is None or link is None or status.world != adoption.world:
-                continue
-            if status.live.digest != adoption.digest or status.live.epoch == adoption.epoch:
-                continue
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await link.client.adopt(adoption.world, adoption.epoch, adoption.digest, adoption.leader_epoch)
-            except LinkRefused as error:
-                log.info("rank %d does not adopt epoch %d: %s", rank, adoption.epoch, error)
-            except LINK_ERRORS as error:
-                await self.drop(rank, error)
+        if adoption is None:
+            return
+        told = adoption.world, adoption.epoch, adoption.digest, adoption.leader_epoch
+        wanting = {
+            rank: self._links[rank]
+            for rank, status in statuses.items()
+            if rank in self._links
+            and (status.world, status.live.digest) == (adoption.world, adoption.digest)
+            and status.live.epoch != adoption.epoch
+        }
+        await self._ask(wanting, lambda link: link.client.adopt(*told))
 
     async def close(self) -> None:
         for link in self._links.values():

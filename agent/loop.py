@@ -50,6 +50,8 @@ class AgentLoop:
         await self._links.refresh(self._orders.leader_epoch())
         statuses = await self._links.statuses()
         await self._links.adopt(self._orders.adoption(), statuses)
+        # Ranks that stand still cost their time-outs, a leader that does costs its own: neither is a loop that hangs.
+        self._heartbeat.beat()
         world = self._links.world
         if world != self._world:
             self._reporter.forget_world()

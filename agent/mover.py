@@ -156,14 +156,14 @@ class Mover:
             *(self._ask(rank, link, call) for rank, link in asked.items()), return_exceptions=True
         )
         result: dict[int, RankStatus] = {}
-        for rank, answer in zip(asked, answers, strict=True):
+        for (rank, link), answer in zip(asked.items(), answers, strict=True):
             if isinstance(answer, RankStatus):
                 result[rank] = answer
             elif isinstance(answer, LinkRefused):
                 level = logging.DEBUG if answer.code in NOT_YET else logging.WARNING
                 log.log(level, "rank %d refuses (%s): %s", rank, answer.code, answer)
             elif isinstance(answer, LINK_ERRORS):
-                await links.drop(rank, answer)
+                await links.drop(rank, link, answer)
             elif isinstance(answer, BaseException):
                 raise answer
         return result if len(result) == len(asked) else None
