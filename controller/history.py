@@ -40,7 +40,9 @@ async def measure(state: GroupState, term: Term, decider: Decider, facts: Facts)
         base = state.placement(state.plan(record.plan).base_epoch)
     except NotFound:
         return None
-    shares = await decider.shares(since, base)
+    # The old placement as it would have gone on: with the split that fitted the traffic before the change.
+    earlier = tuple(seen for seen in facts.history if seen.window.last_step <= under[0].window.first_step)
+    shares = await decider.shares(replace(facts, seen=earlier), base)
     before = sum(float(base.rank_load(seen.window.total, shares).max(axis=1).sum()) for seen in since.window)
     after = sum(float(seen.rank_load.max(axis=1).sum()) for seen in since.window)
     gain = (1 - after / before) * facts.settings.horizon_s if before > 0 else 0.0

@@ -74,9 +74,13 @@ class PhaseBalance:
 
 @dataclass(slots=True)
 class Ledger:
-    """Collects windows (each once) and the steps at which the clock was read."""
+    """Collects windows (each once) and the steps at which the clock was read.
+
+    `start`: the placement at the beginning. `still`: it is served all the time, evenly split.
+    """
 
     start: Placement | None = None
+    still: bool = False
     windows: dict[tuple[str, int, int], Window] = field(default_factory=dict)
     _steps: list[tuple[float, float]] = field(default_factory=list)
 
@@ -126,13 +130,13 @@ class Ledger:
         )
 
     def _static(self, windows: Sequence[Window]) -> float | None:
-        """The start placement on these counters; as measured where it is what was served."""
+        """The start placement, evenly split, on these counters; as measured where that is what was served."""
         if self.start is None:
             return None
         start = self.start
         return _weighted(
             [
-                (w.tokens, w.balancedness if w.digest == start.digest else balancedness(start.rank_load(w.expert_load)))
+                (w.tokens, w.balancedness if self.still else balancedness(start.rank_load(w.expert_load)))
                 for w in windows
             ]
         )

@@ -73,7 +73,7 @@ class _Play:
         self._chaos = chaos
         self._stops = stops
         self._script = phases(settings.seconds)
-        self._ledger = Ledger()
+        self._ledger = Ledger(still=settings.policy == "static")
         self._watcher = Watcher(GROUP, stack.controller_urls, stack.runtime_urls, self._ledger)
         self._stops_before = 0
         self._loud_stop: str | None = None
@@ -181,7 +181,8 @@ class _Play:
             self._loud_stop,
         )
         result.write(self._settings.json_path)
-        draw(self._settings.png_path, self._ledger.timed(), self._ledger.start, balance, retired, result.kill_log)
+        timed = [t for t in self._ledger.timed() if t.at_s <= self._settings.seconds]
+        draw(self._settings.png_path, timed, self._ledger.start, balance, retired, result.kill_log)
         return result
 
     def _migration(self, seen: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -
         spare_cells=settings.spare_layers * LAYERS,
         mode="auto",
         ttl_s=3.0,
-        window_steps=16,
+        window_steps=12,
         fault=settings.fault,
         env=chaos.environment() if chaos else {},
         group_settings={
@@ -226,6 +227,10 @@ def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -
             "shares": not still,
             "interval_s": 1.0,
             "cooldown_s": 2.0,
+            "window": 8,
+            "min_gain": 0.03,
+            # Dearer than the loopback link alone would make them: fewer moves, and hardly less balance.
+            "move_weight": 0.003,
             "bytes_per_s": BYTES_PER_S,
         },
     )

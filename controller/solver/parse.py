@@ -84,7 +84,7 @@ def parse(raw: Mapping[str, Any]) -> Problem:
     capacity, stopped = _capacity(raw.get("capacity"), ranks)
     minimum = _replicas(raw.get("min_replicas"), "min_replicas", 1, layers, experts)
     maximum = _replicas(raw.get("max_replicas"), "max_replicas", ranks, layers, experts)
-    if (minimum > maximum).any():
+    if raw.get("max_replicas") is not None and (minimum > maximum).any():
         raise ProblemError("min_replicas", "is above max_replicas")
     per_rank = int(slots.max())
     prior = _prior(raw.get("prior"), layers, experts, ranks, slots, per_rank)

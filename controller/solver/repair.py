@@ -136,6 +136,16 @@ class _Layer:
             for expert in range(p.experts):
                 self._spread(expert)
 
+    def _keeps_spread(self, expert: int, leave: int | None, enter: int | None) -> bool:
+        """Would its copies still lie on enough nodes, if rank `leave` dropped one and `enter` took one?"""
+        if self.problem.spread <= 1:
+            return True
+        ranks = [r for r in np.flatnonzero((self.table == expert).any(axis=1)).tolist() if r != leave]
+        if enter is not None:
+            ranks.append(enter)
+        nodes = {int(self.problem.node_of_rank[r]) for r in ranks}
+        return len(nodes) >= min(self.problem.spread, len(ranks))
+
     def _strike(self) -> None:
         """Remove what no rank may hold: unusable slots, second copies on a rank, experts away from home."""
         p = self.problem
@@ -204,6 +214,8 @@ class _Layer:
             )
             if origin is None and nodes is not None:
                 ranks = [r for r in ranks if int(p.node_of_rank[r]) in nodes]
+            if origin is not None:
+                ranks = [r for r in ranks if self._keeps_spread(guest, origin[0], r)]
             for rank in ranks:
                 end = self._vacant(rank, pins, expert)
                 if end is not None:
@@ -237,7 +249,10 @@ class _Layer:
         spare = [
             place
             for place, e in enumerate(row)
-            if (e, rank) not in pins and e != guest and self._copies(e) > self.problem.min_replicas[self.layer, e]
+            if (e, rank) not in pins
+            and e != guest
+            and self._copies(e) > self.problem.min_replicas[self.layer, e]
+            and self._keeps_spread(e, rank, None)
         ]
         if not spare:
             return None

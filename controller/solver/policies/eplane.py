@@ -158,6 +158,10 @@ def _from_scratch(problem: Problem, search: object, held: Bools, deadline: float
 
     if not isinstance(search, Search) or problem.prior is None or problem.max_moves is not None or problem.fixed_slots:
         return []
+    if (
+        problem.spread > 1
+    ):  # a placement from scratch looks at no nodes: mended afterwards it would not be what was weighed
+        return []
     prior = problem.prior.reshape(search.tables.shape)
     taken = []
     for layer in np.argsort(-search.objective, kind="stable").tolist():

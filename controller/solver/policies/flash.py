@@ -13,7 +13,7 @@ import numpy as np
 from controller.solver.answer import Answer
 from controller.solver.policies.eplb import fill_gaps, pack_apart
 from controller.solver.policies.heat import copies, start_table
-from controller.solver.problem import EMPTY, Floats, Ints, Problem
+from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy
 from controller.solver.repair import repair
 
 QUANTILE, RATIO, VALUE = 0.674, 0.9, 0.85
@@ -29,16 +29,17 @@ class FlashPolicy:
         load = problem.observed()
         entries = problem.load[-problem.window :][-SAMPLES:]
         table = start_table(problem, load)
+        plans = np.stack([_plan(problem, layer, entries[:, layer]) for layer in range(problem.layers)])
+        plans = repair(problem, plans.reshape(problem.layers, problem.slots), load).reshape(table.shape)
+        # Goals that tie experts to ranks or nodes leave no rank to be exchanged for another.
+        bound = problem.spread > 1 or problem.strategy is Strategy.HIERARCHICAL or problem.pinned.size > 0
         changed = 0
-        for layer in range(problem.layers):
-            new = _plan(problem, layer, entries[:, layer])
-            old = table[layer]
-            if problem.prior is not None and not _better(problem, entries[:, layer], old, new):
+        for layer, plan in enumerate(plans):
+            if problem.prior is not None and not _better(problem, entries[:, layer], table[layer], plan):
                 continue
-            if problem.prior is not None:
-                new = _align(new, old, problem.usable[layer])
+            warm = problem.prior is not None and not bound
+            table[layer] = _align(plan, table[layer], problem.usable[layer]) if warm else plan
             changed += 1
-            table[layer] = new
         placement = fill_gaps(problem, repair(problem, table.reshape(problem.layers, problem.slots), load), load)
         note = f"{changed} of {problem.layers} layers placed anew and aligned with the present ranks"
         return Answer.of(problem, placement, policy=self.name, strategy="risk aware", decisions=[note])
