@@ -111,7 +111,7 @@ class Problem:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Problem:
-        """The JSON form, see docs/solver.md. Raises ProblemError that names the field, or Infeasible the goal."""
+        """The JSON form: the fields above as plain lists and numbers. Raises ProblemError that names the field, or Infeasible the goal."""
         from controller.solver.parse import parse
 
         problem = parse(raw)
