@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
-from api.supervise import Restart
+from api.supervise import EventKind, Restart
 from eplane.errors import StackError
 from eplane.migration import MigrationState
 from tests.cluster.checks import at_rest
@@ -231,14 +232,50 @@ def agent_stopped_past_its_ttl(cluster: Cluster) -> MigrationState:
     return outcome
 
 
-def agent_replaced(cluster: Cluster) -> tuple[MigrationState, list[int | None]]:
-    """Old lives of both agents go on after their successors have come. Also returns the exit codes of the old ones."""
-    arm_agents(cluster, on_both("arm.before"), "stop", Restart.NEVER)
-    with going_on(cluster, successors=True):
-        outcome = cluster.ended(cluster.begin())
-        until(lambda: all(not cluster.supervisor.state(n).running for n in NODES), "the end of the old lives")
+def agent_goes_on_after_its_successor(cluster: Cluster) -> tuple[MigrationState, int | None]:
+    """The agent of n1 stands still while a wave switches; another life of it finishes; then the old one goes on.
+
+    Also returns the exit code that the old life ended with. Its supervisor then starts it anew, and it takes its node
+    back from the life that stood in.
+    """
+    migration = cut_and_held(cluster)
+    old = cluster.signal("n1", signal.SIGSTOP)
+    was = cluster.see().agents["n1"].incarnation
+    cluster.supervisor.start(replace(cluster.spec("n1.stand-in"), restart=Restart.NEVER))
+    until(lambda: _newer(cluster.now(), "n1", was), "the stand-in")
+    cluster.hold_switch.unlink()
+    outcome = cluster.ended(migration)
+    cluster.signal("n1", signal.SIGCONT)
+    until(lambda: not cluster.supervisor.state("n1.stand-in").running, "the end of the stand-in")
     at_rest(cluster)
-    return outcome, [cluster.supervisor.state(node).last_code for node in NODES]
+    return outcome, next(e.code for e in cluster.events if e.pid == old and e.kind is EventKind.ENDED)
+
+
+def aborted_half_way(cluster: Cluster) -> MigrationState:
+    """A wave is live and the next one held when the migration is aborted: what is live stays."""
+    migration = cut_and_held(cluster)
+    cluster.hold_file.touch()
+    cluster.hold_switch.unlink()
+    cluster.wave_in(migration, "RETIRED")
+    cluster.abort(migration)
+    outcome = cluster.ended(migration)
+    cluster.hold_file.unlink()
+    at_rest(cluster)
+    return outcome
+
+
+def stage_deadline_with_an_agent_away(cluster: Cluster) -> MigrationState:
+    """An agent stands still for longer than a wave may stage: the wave is given up, and cleaned once it is back."""
+    cluster.change("PATCH", "config", {"settings": {"stage_timeout_s": 3.0}, "reason": "a short deadline"})
+    migration = begun_and_held(cluster)
+    cluster.signal("n0", signal.SIGSTOP)
+    cluster.hold_file.unlink()
+    cluster.wave_in(migration, "ABORTED")
+    cluster.signal("n0", signal.SIGCONT)
+    outcome = cluster.ended(migration)
+    cluster.change("PATCH", "config", {"settings": {"stage_timeout_s": 300.0}, "reason": "as it was"})
+    at_rest(cluster)
+    return outcome
 
 
 def drop_successors(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from tests.cluster.rig import until
 
 COLLECTIVE_TIMEOUT_S = 5.0
 STACK = {"ranks": 2, "nodes": 1, "slots": 18, "window_steps": 4, "mode": "observe", "ttl_s": 2.0}
-# 25 KB a bundle: a wave is held open for seconds.
-SETTINGS = {"policy": "eplb", "cooldown_s": 0, "bytes_per_s": 25_000, "max_moves_per_wave": 16}
+# A bundle has 25 KB, so a wave is held open for seconds.
+HELD_OPEN = {"bytes_per_s": 80_000}
+SETTINGS = {"policy": "eplb", "cooldown_s": 0, "max_moves_per_wave": 16, **HELD_OPEN}
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -37,6 +38,10 @@ class Deployment:
     def ask(self, *path: str) -> Any:
         return self._client.get(path_of("v1", "groups", "default", *path))
 
+    def set(self, settings: Mapping[str, object]) -> None:
+        body = {"settings": settings, "reason": "the test's next step"}
+        self._client.change("PATCH", path_of("v1", "groups", "default", "config"), body)
+
     def serve(self, count: int = 4) -> list[int]:
         """Requests that make load; their status codes."""
         body = {"prompt": "def main(argv: list[str]) -> int:", "max_tokens": 24, "ignore_eos": True}
@@ -48,7 +53,8 @@ class Deployment:
             return list(pool.map(one, range(count)))
 
     def begin(self) -> str:
-        """A migration with a wave in STAGING; its id."""
+        """A migration with a wave in STAGING that stays there for a while; its id."""
+        self.set(HELD_OPEN)
 
         def plan() -> dict[str, Any] | None:
             self.serve()
@@ -111,6 +117,7 @@ def test_a_rank_stopped_for_less_than_the_time_out_costs_nothing(deployment: Dep
     os.kill(pid, signal.SIGSTOP)
     time.sleep(COLLECTIVE_TIMEOUT_S / 3)
     os.kill(pid, signal.SIGCONT)
+    deployment.set({"bytes_per_s": None})
     assert deployment.serve() == [200] * 4
     assert deployment.ended(migration)["outcome"] == "DONE"
     status = deployment.ask("status")
@@ -124,7 +131,7 @@ def test_a_rank_stopped_for_longer_ends_its_world_and_the_next_one_is_adopted(de
     os.kill(deployment.rank_pid(1), signal.SIGSTOP)
     ended = deployment.ended(migration)
     assert (ended["outcome"], "world lost" in ended["sentence"]) == ("ABORTED", True)
-    history = deployment.ask("history")["history"]
+    history = deployment.ask("history")
     newest = history[0]
     assert newest["kind"] == "adoption"
     assert newest["world"] not in (before["world"]["world"], None)

@@ -85,8 +85,8 @@ class LossyWire:
                 muted.set()
                 with contextlib.suppress(OSError):
                     server.sendall(data)
-                time.sleep(self._silent_s)
                 self.lost.set()
+                time.sleep(self._silent_s)
                 return
             try:
                 server.sendall(data)
