@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-ALPHAS = (1.0, 0.6, 0.35, 0.2, 0.1, 0.05)
-"""Memory of the bank: weight of the newest entry."""
+ALPHAS = (0.95, 0.6, 0.35, 0.2, 0.1, 0.05)
+"""Memory of the bank: weight of the newest entry. Never all of it: a nearly idle entry must not speak alone."""
 KEEP = 32
 """Entries looked at; older ones change little and cost time."""
 SCENARIOS = 16

@@ -154,7 +154,8 @@ def _check_nodes(p: Problem, on_rank: Ints, counts: Ints) -> None:
 def _check_fixed(p: Problem, placement: Ints) -> None:
     if p.prior is None:
         return
-    before = held(p.prior, p.ranks, p.experts) > 0
+    # What the prior had in a slot that may not be used any more can not keep its place.
+    before = held(np.where(p.usable_slots(), p.prior, EMPTY), p.ranks, p.experts) > 0
     layers, ranks = np.indices((p.layers, p.slots))[0], p.rank_of_slot()[None, :]
     stays = (placement != EMPTY) & before[layers, ranks, np.maximum(placement, 0)]
     _first(stays & (placement != p.prior), "layer {0}: the expert in slot {1} changed its place on its rank")
