@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,15 +74,100 @@ def lognormal(shape: Shape, seed: int, windows: int = WINDOWS) -> Loads:
     return counted(rng, base * np.exp(drifting(rng, windows * PARTS, base.shape, 0.97, 0.15)))
 
 
-def corr_drift(shape: Shape, seed: int, windows: int = WINDOWS, spread=1.0, sigma=0.25, jump=1.0) -> Loads:
-    """Six topics common to all layers, each with experts of its own; the mix drifts and switches half-way."""
+def corr_drift(shape: Shape, seed: int, windows: int = WINDOWS) -> Loads:
+    """Six topics, each with experts of its own; the mix, alike in all layers, drifts and switches half-way."""
     rng = np.random.default_rng(seed)
     topics = 6
-    likes = np.exp(rng.normal(0, spread, (topics, shape.layers, shape.experts)))
+    likes = np.exp(rng.normal(0, 1, (topics, shape.layers, shape.experts)))
     likes /= likes.sum(axis=2, keepdims=True)
-    logits = drifting(rng, windows * PARTS, (topics,), 0.9, sigma)
-    logits += rng.normal(0, jump, topics)
-    half = windows * PARTS // 2
-    logits[half:] = np.roll(logits[half:], 1, axis=1) if jump else logits[half:]
-    mix = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    return counted(rng, np.einsum("wt,tle->wle", mix, likes))
+    steps = windows * PARTS
+    logits = drifting(rng, steps, (topics,), 0.9, 0.25)[:, None, :] + drifting(
+        rng, steps, (shape.layers, topics), 0.9, 0.25
+    )
+    taste = rng.normal(0, 1, topics)
+    logits[: steps // 2] += taste
+    logits[steps // 2 :] += np.roll(taste, 1)
+    mix = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
+    return counted(rng, np.einsum("wlt,tle->wle", mix, likes))
+
+
+def abrupt_shift(shape: Shape, seed: int, windows: int = WINDOWS) -> Loads:
+    """Zipf shares that stay, but for one moment half-way when every layer's hot experts are others."""
+    rng = np.random.default_rng(seed)
+    steps = windows * PARTS
+    before, after = (shuffled_zipf(rng, shape.layers, shape.experts) for _ in range(2))
+    shares = np.repeat(before[None], steps, axis=0)
+    shares[steps // 2 :] = after
+    return counted(rng, shares)
+
+
+def one_hot(shape: Shape, seed: int, windows: int = WINDOWS) -> Loads:
+    """One expert of each layer takes three ranks' worth of tokens, another layer-wide drift lies under it."""
+    rng = np.random.default_rng(seed)
+    base = np.exp(rng.normal(0, 0.5, (shape.layers, shape.experts)))
+    base /= base.sum(axis=1, keepdims=True)
+    hot = rng.integers(shape.experts, size=shape.layers)
+    base[np.arange(shape.layers), hot] = 3.0 / shape.ranks / (1 - 3.0 / shape.ranks)
+    return counted(rng, base * np.exp(drifting(rng, windows * PARTS, base.shape, 0.97, 0.15)))
+
+
+def zero_layers(shape: Shape, seed: int, windows: int = WINDOWS) -> Loads:
+    """Lognormal with drift; every other layer sees no token in every other window."""
+    loads = lognormal(shape, seed, windows)
+    for window in range(1, windows, 2):
+        loads[window * PARTS : (window + 1) * PARTS, ::2] = 0
+    return loads
+
+
+FAMILIES = {
+    "zipf": zipf,
+    "lognormal": lognormal,
+    "corr_drift": corr_drift,
+    "abrupt_shift": abrupt_shift,
+    "one_hot": one_hot,
+    "zero_layers": zero_layers,
+}
+
+
+def recorded() -> list[tuple[str, Shape, Loads, int]]:
+    """(name, shape, trace [W, L, E], entries a window) of recorded loads that are there: the product's own and others'."""
+    found: list[tuple[str, Shape, Loads, int]] = []
+    root = Path(__file__).resolve().parents[2]
+    for path in sorted((root / "runtime" / "tiny").rglob("*.npz")):
+        with np.load(path, allow_pickle=False) as data:
+            if "load" in data and data["load"].ndim == 3:
+                trace = data["load"].astype(np.float64)
+                shape = Shape(path.stem, trace.shape[1], trace.shape[2], 40, 4, 2)
+                found.append((f"our tiny model, {path.stem}, 4 ranks", shape, trace[: 16 * 24], 16))
+    shared = Path(os.environ.get("EPLANE_TRACES", root.parent / "shared" / "traces"))
+    oss = shared / "gpt_oss_20b_fingerprint_counts.npz"
+    if oss.exists():
+        with np.load(oss, allow_pickle=False) as data:
+            counts = data["counts"].astype(np.float64)
+        # Subjects put to equal size, seven to an entry, five entries to a window.
+        counts = counts / counts.sum(axis=(1, 2), keepdims=True) * 1e6
+        counts = counts[: len(counts) // 7 * 7].reshape(-1, 7, *counts.shape[1:]).sum(axis=1)
+        found.append(("gpt-oss-20b subjects, 8 ranks", Shape("oss", 24, 32, 40, 8, 1), counts, 5))
+    esft = shared / "deepseek_esft_16b_token_scores.npz"
+    if esft.exists():
+        with np.load(esft, allow_pickle=False) as data:
+            domains = np.stack(
+                [data[name].astype(np.float64) for name in sorted(data.files) if data[name].shape == (26, 64)]
+            )
+        found.append(
+            ("DeepSeek-MoE 16B domains, 8 ranks", Shape("esft", 26, 64, 80, 8, 1), _domain_mix(domains), PARTS)
+        )
+    return found
+
+
+def _domain_mix(domains: Loads) -> Loads:
+    """Twelve windows that pass from domain to domain, a quarter of the way each, sampled as counts."""
+    rng = np.random.default_rng(0)
+    steps = 12 * PARTS
+    where = np.linspace(0, len(domains), steps, endpoint=False)
+    out = np.empty((steps, *domains.shape[1:]))
+    for step, at in enumerate(where):
+        first, part = int(at), at - int(at)
+        mix = (1 - part) * domains[first] + part * domains[(first + 1) % len(domains)]
+        out[step] = rng.multinomial(40_000, mix / mix.sum(axis=1, keepdims=True))
+    return out

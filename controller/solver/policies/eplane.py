@@ -21,8 +21,9 @@ from controller.solver.policies.eplb import fill_gaps
 from controller.solver.problem import Bools, Floats, Ints, Problem, RankCost, ShareMode, Strategy
 from controller.solver.repair import keep_places, repair
 
-MOVE_WEIGHT = 0.001
-"""Default price of a move: a layer's max / mean must fall by a thousandth for each."""
+MOVE_WEIGHT, LAYER_WEIGHT = 0.001, 0.08
+"""Default price of a move: a layer's max / mean must fall by a thousandth for each, or by 0.08 for moving every slot,
+whichever is less: the more slots a layer has, the less one of them can gain and the smaller a part of the work it is."""
 PART_SEEN = 0.3
 """The power mean sees about this part of a gain on the slowest rank, so prices are scaled by it."""
 RISK = 1.0
@@ -105,7 +106,7 @@ def price_of_move(problem: Problem) -> float:
     elif problem.hardware is not None:
         weight = move_price(problem, hardware_named(problem.hardware))
     else:
-        weight = MOVE_WEIGHT
+        weight = min(MOVE_WEIGHT, LAYER_WEIGHT / problem.slots)
     return weight * PART_SEEN
 
 
