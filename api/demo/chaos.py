@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# (actor, wave state in which it dies, crash point, pass of the point)
+# (actor, wave state in which it dies, crash point, pass of the point in one life of the process). The first four need
+# only one wave; the others come with later ones.
 _KILLS = (
     ("controller", "STAGING", "controller.stage.after", 1),
-    ("agent", "STAGING", "agent.stage.after", 2),
-    ("agent", "SWITCHING", "agent.arm.after", 3),
-    ("controller", "SWITCHING", "controller.cutover.after", 3),
-    ("agent", "STAGING", "agent.verified.before", 5),
-    ("agent", "SWITCHING", "agent.switched.before", 6),
+    ("agent", "STAGING", "agent.stage.after", 1),
+    ("controller", "SWITCHING", "controller.cutover.after", 1),
+    ("agent", "SWITCHING", "agent.arm.after", 1),
+    ("agent", "STAGING", "agent.verified.before", 3),
+    ("agent", "SWITCHING", "agent.switched.before", 4),
 )
 
 

@@ -228,7 +228,8 @@ def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -
             "interval_s": 1.0,
             "cooldown_s": 2.0,
             "window": 8,
-            "min_gain": 0.03,
+            "min_gain": 0.04,
+            "min_window_tokens": 1500,
             # Dearer than the loopback link alone would make them: fewer moves, and hardly less balance.
             "move_weight": 0.003,
             "bytes_per_s": BYTES_PER_S,
