@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from tests.agent.rig import KEYS, NODE, Engine, Leader, exchanged, new_store, ru
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+def engine(tmp_path: Path) -> Iterator[Engine]:
     made = Engine(tmp_path)
     yield made
     made.close()

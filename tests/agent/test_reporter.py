@@ -58,7 +58,7 @@ class Ear:
 
     def told(self) -> list[tuple[int, int]]:
         """(rank, seq) of every sub-window that arrived, in order."""
-        result = []
+        result: list[tuple[int, int]] = []
         for body in self.bodies:
             report, refused = LoadReport.from_json(body["report"])
             assert not refused
