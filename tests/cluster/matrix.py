@@ -1,4 +1,4 @@
-"""Everything that the crash tests do, on every point and node: `python -m tests.cluster.matrix [--only WORD] [--out FILE]`.
+"""Everything that the crash tests do, on every point and node: `python -m tests.cluster.matrix [--only WORD]... [--out FILE]`.
 
 Every crash point of leader and agents, of both nodes, killed and stopped; leader and agents at once; leader, agents and
 etcd stopped or killed with a wave held in each state; the lost reply of each kind of write. Takes some minutes: `make
@@ -196,10 +196,10 @@ def matrix() -> list[Scenario]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="scenarios whose name holds this")
+    parser.add_argument("--only", action="append", help="scenarios whose name holds this; repeatable")
     parser.add_argument("--out", type=Path, help="results as JSON")
     args = parser.parse_args()
-    chosen = [scenario for scenario in matrix() if args.only in scenario.name]
+    chosen = [scenario for scenario in matrix() if any(word in scenario.name for word in args.only or [""])]
     results: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="eplane-matrix-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

@@ -125,7 +125,8 @@ def _replaced(cluster: Cluster, name: str, by_successor: bool) -> None:
     if by_successor:
         was = cluster.see().agents.get(node)
         successor = f"{node}.{sum(known.startswith(node) for known in cluster.supervisor.states())}"
-        cluster.supervisor.start(cluster.spec(successor))
+        # Two lives that are both started again would take the node from each other for ever.
+        cluster.supervisor.start(replace(cluster.spec(successor), restart=Restart.NEVER))
         until(lambda: _newer(cluster.now(), node, was.incarnation if was else ""), f"a successor of {name}")
         return
 
