@@ -100,7 +100,9 @@ class Result:
             lines.insert(0, f"The serving stopped loudly: {self.loud_stop}")
         if self.settings.fault:
             caught = judged.tokens_wrong > 0 or self.loud_stop is not None
-            lines.append(f"The planted fault {self.settings.fault} was {'caught' if caught else 'NOT caught'}.")
+            moved = any(m["bytes"] for m in self.migrations)
+            missed = "NOT caught" if moved else "never reached, because no bundle moved"
+            lines.append(f"The planted fault {self.settings.fault} was {'caught' if caught else missed}.")
         lines.extend(f"failed: {failure}" for failure in self.failures[:3])
         return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.live import Live
 
+from api.client import Client, ClientSettings, path_of
 from api.demo import view
 from api.demo.chaos import Chaos, Kill
 from api.demo.judge import Judgement, judge
@@ -76,6 +77,7 @@ class _Play:
         self._ledger = Ledger(still=settings.policy == "static")
         self._watcher = Watcher(GROUP, stack.controller_urls, stack.runtime_urls, self._ledger)
         self._stops_before = 0
+        self._asked = False
         self._loud_stop: str | None = None
         self.traffic = Traffic(
             stack.runtime_urls, settings.clients, settings.seed, self._phase, lambda: self._watcher.seconds
@@ -126,12 +128,21 @@ class _Play:
                     clients.result()
                 if self._world_lost():
                     return
+                await self._reach_fault()
                 frame = self._frame()
                 if live is not None:
                     live.update(view.render(frame), refresh=True)
                 elif seconds - said >= 5:
                     said = seconds
                     screen.print(view.line(frame), highlight=False, soft_wrap=True)
+
+    async def _reach_fault(self) -> None:
+        """A planted fault needs a bundle that moves: if nothing has moved by half-time, a person asks for it."""
+        late = self._watcher.seconds > self._settings.seconds / 2
+        if self._settings.fault is None or self._asked or not late or self._watcher.seen.migrations:
+            return
+        self._asked = True
+        await asyncio.to_thread(_ask_for_moves, self._stack.controller_urls)
 
     def _world_lost(self) -> bool:
         """Whether the ranks ended their world themselves. Without a planted fault that is a failure; with one, a catch."""
@@ -203,6 +214,17 @@ class _Play:
             "outcome": seen["outcome"] or seen["state"],
             "sentence": seen["sentence"],
         }
+
+
+def _ask_for_moves(controllers: Sequence[str]) -> None:
+    """Propose a placement from scratch, and execute it."""
+    with Client(ClientSettings(tuple(controllers))) as client:
+        group = path_of("v1", "groups", GROUP)
+        proposed = client.change("POST", f"{group}/plans", {"policy": "eplb", "reason": "reach the planted fault"})
+        plan = proposed["plan"]
+        if plan is not None:
+            body = {"reason": "reach the planted fault"}
+            client.change("POST", f"{group}/plans/{plan['id']}/execute", body, if_match=plan["base_epoch"])
 
 
 def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -> StackSettings:
