@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from controller.solver.problem import EMPTY, Floats, Ints, Problem
 
+PAIR_STEPS = 20
+PAIR_WEIGHTS = (0.3, 1.0, 3.0)
+
 
 def copies_of(placement: Ints, experts: int) -> Ints:
     """[L, E] replicas of each expert in `placement [L, P]`."""
@@ -86,7 +89,45 @@ def least_time(problem: Problem, load: Floats, steps: int = 24) -> Floats:
     spare = problem.usable.sum(axis=1) - problem.experts
     if problem.slot_budget is not None:
         spare = np.minimum(spare, problem.slot_budget)
-    return np.asarray(np.maximum(perfect, _least_peak(load, spare, most, np.cumsum(speeds), steps)))
+    least = np.maximum(perfect, _least_peak(load, spare, most, np.cumsum(speeds), steps))
+    if steps >= PAIR_STEPS and speeds[0] == speeds[-1]:
+        for layer in np.flatnonzero(np.isin(problem.usable, (0, 2)).all(axis=1)).tolist():
+            least[layer] = _least_pairs(load[layer] / speeds[0], int(problem.usable[layer].sum()), float(least[layer]))
+    return np.asarray(least)
+
+
+def _least_pairs(load: Floats, slots: int, least: float) -> float:
+    """A tighter bound for a layer whose ranks in use have two slots each, all of one speed.
+
+    Say no rank is above T, and take any y < T / 2. A copy larger than T - y is alone on its rank or beside a copy of at
+    most y. So with c copies of an expert, (copies above T - y) <= (copies of at most y) + (empty slots), and the copies
+    are no more than the slots. Weighing the second with m and adding the first, each expert costs at least
+
+        min over c >= load / T of (1 + m) c + (c if load / c > T - y) - (c if load / c <= y),
+
+    which is least at the first c of each of the three ranges. If the sum over experts exceeds (1 + m) * slots, T cannot
+    be reached. Any T that fails is a proved bound; halving finds a high one.
+    """
+    low, high = least, min(1.5 * least, float(load.max()))
+    if high <= low or low <= 0:
+        return least
+    small = np.unique(np.quantile(load, np.linspace(0.05, 0.95, 10)))[:, None]
+    for _ in range(10):
+        peak = 0.5 * (low + high)
+        part = small[(small[:, 0] > 0) & (small[:, 0] < 0.5 * peak)]
+        if not part.size:
+            return low
+        slack = 1 + 1e-9
+        whole = np.broadcast_to(np.maximum(np.ceil(load / (peak * slack)), 1), (len(part), len(load)))
+        beside = np.maximum(np.ceil(load / ((peak - part) * slack)), 1)
+        tiny = np.maximum(np.ceil(load / (part * slack)), 1)
+        fails = False
+        for weight in PAIR_WEIGHTS:
+            cost = np.minimum(np.where(whole < beside, (2 + weight) * whole, np.inf), weight * tiny)
+            cost = np.minimum(cost, np.where(beside < tiny, (1 + weight) * beside, np.inf))
+            fails = fails or bool((cost.sum(axis=1) > (1 + weight) * slots * slack).any())
+        low, high = (peak, high) if fails else (low, peak)
+    return low
 
 
 def _least_peak(load: Floats, spare: Ints, most: Ints, reach: Floats, steps: int) -> Floats:

@@ -16,7 +16,8 @@ from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem
 
 STEPS_A_TURN = 8
 FREE = 1 << 40
-SHARP = 0.75
+PROBED_RANKS, PROBED_HOT, PROBED_GIVERS = 24, 2, 3
+SHARP = 0.9
 """Floor of the objective, as a part of the best any placement could do, when the load is taken as known."""
 
 
@@ -172,6 +173,58 @@ class Search:
                 best, value = self.tables[layer].copy(), found
         self.begin(layer, best)
         self.done[layer] = True
+
+    def probe(self, layer: int, deadline: float | None) -> None:
+        """With one or two places a rank a new copy pays only once other pairs have changed too: try it, let the search
+        settle after it, keep the whole if it is better with all its moves paid. Repeats until no trial is.
+        """
+        improved = True
+        while improved and not (deadline is not None and time.perf_counter() >= deadline):
+            improved = False
+            for rank, place, expert in self._trials(layer):
+                table, price, known = self.tables[layer].copy(), self.price_of(layer), len(self.steps)
+                objective, moved = self.objective[layer], self.moved[layer]
+                trial = table.copy()
+                trial[rank, place] = expert
+                self.begin(layer, trial)
+                while not self.done[layer]:
+                    self.turn(layer)
+                if self.price_of(layer) < price - 1e-5 * objective:
+                    improved = True
+                    self.steps.insert(
+                        known, Step(layer, moves.COPY, expert, rank, rank, 1, float(objective), float(objective))
+                    )
+                    break
+                self.tables[layer], self.objective[layer], self.moved[layer] = table, objective, moved
+                del self.steps[known:]
+            self.done[layer] = True
+
+    def _trials(self, layer: int) -> list[tuple[int, int, int]]:
+        """(rank, place, expert): a copy of one of the hottest experts over one of the least missed copies."""
+        p, table, mean = self.problem, self.tables[layer], self.mean[layer]
+        counts = np.bincount(table[table != EMPTY], minlength=p.experts + 1)
+        each = np.where(table == EMPTY, 0.0, (mean / np.maximum(counts, 1))[table])
+        ranks = each.sum(axis=1) / p.capacity
+        hot: list[int] = []
+        for rank in np.argsort(-ranks, kind="stable")[:PROBED_RANKS].tolist():
+            expert = int(table[rank, int(each[rank].argmax())])
+            if expert != EMPTY and expert not in hot and counts[expert] < p.max_replicas[layer, expert]:
+                hot.append(expert)
+        low = p.min_replicas[layer]
+        rest = np.where(counts[:-1] > low, mean[:-1] / np.maximum(counts[:-1] - 1, 1), np.inf)
+        out = []
+        for expert in hot[:PROBED_HOT]:
+            for giver in np.argsort(rest, kind="stable")[:PROBED_GIVERS].tolist():
+                if not np.isfinite(rest[giver]) or giver == expert:
+                    continue
+                places = [(r, k) for r, k in np.argwhere(table == giver).tolist() if expert not in table[r]]
+                if self.homes is not None:
+                    places = [(r, k) for r, k in places if self.homes[layer][expert] == p.node_of_rank[r]]
+                places = [(r, k) for r, k in places if (giver, r) not in self.pins.get(layer, ())]
+                if places:
+                    rank, place = min(places, key=lambda rk: (float(ranks[rk[0]] - each[rk]), rk))
+                    out.append((rank, place, expert))
+        return out
 
     def peak(self, layer: int) -> float:
         """Slowest rank under the forecast mean."""

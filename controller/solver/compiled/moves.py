@@ -233,7 +233,7 @@ def improve(s, q, steps, budget, log):  # type: ignore[no-untyped-def]
     Returns (changes taken, 1 if no change is left to take).
     """
     phi, pick, tabu, table = s.phi, s.pick, s.tabu, s.table
-    ranks = phi.shape[0]
+    ranks, places = table.shape
     size = ranks * H
     done = 0
     tries = 0
@@ -255,13 +255,13 @@ def improve(s, q, steps, budget, log):  # type: ignore[no-untyped-def]
             n = _removables(s, q)
         taken = False
         # A chain seldom beats a copy where a rank has several places, and costs the most to look for.
-        for kind in range(2 if tries == 0 and table.shape[1] <= 2 else 1):
+        for kind in range(2 if tries == 0 and places <= 2 else 1):
             score = np.float32(0.0)
             near = np.int64(0)
             if kind == 0:
                 score = _swaps(s, q, hot, partners, budget - moved, pick)
             else:
-                near = np.int64(min(partners, max(4, CHAIN_PLACES // table.shape[1])))
+                near = np.int64(min(partners, max(4, CHAIN_PLACES // places)))
             score = _copies(s, q, hot, n, near, budget - moved, score, pick)
             if score > 0:
                 moves = pick[2, 1]

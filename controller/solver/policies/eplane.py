@@ -8,6 +8,7 @@ present ranks, where that wins after its moves are paid; shares by water-filling
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from controller.solver.policies.eplb import fill_gaps
 from controller.solver.problem import Bools, Floats, Ints, Problem, RankCost, ShareMode, Strategy
 from controller.solver.repair import keep_places, repair
 
+if TYPE_CHECKING:
+    from controller.solver.search import Search
+
 MOVE_WEIGHT, LAYER_WEIGHT = 0.001, 0.08
 """Default price of a move: a layer's max / mean must fall by a thousandth for each, or by 0.08 for moving every slot,
 whichever is less: the more slots a layer has, the less one of them can gain and the smaller a part of the work it is."""
@@ -30,6 +34,8 @@ RISK = 1.0
 """Weight of a rank's spread under the forecast's error, in standard deviations."""
 KICKS, KICK_SLOTS, KICK_GAP = 200, 20_000, 0.003
 """Random restarts a layer, slots they may cost in all, and the gap to the bound that is good enough."""
+PAIRED = 2
+"""Places a rank up to which a new copy is tried together with what it makes possible."""
 SCRATCH_GAP, SCRATCH_PART = 0.05, 0.3
 """A placement from scratch is tried where the objective is this far above the bound, and above the price of that part of
 the slots moving."""
@@ -63,6 +69,10 @@ class EPlanePolicy:
         search.start(start)
         search.done |= held & (problem.prior is not None)
         finished = search.run(deadline)
+        if problem.per_rank <= PAIRED and problem.spread == 1:
+            for layer in np.argsort(-search.objective, kind="stable").tolist():
+                if not held[layer] or problem.prior is None:
+                    search.probe(layer, deadline)
         if known and problem.prior is None and problem.spread == 1:
             _kick(problem, search, deadline)
         anew = _from_scratch(problem, search, held, deadline) if problem.prior is not None else []
@@ -85,12 +95,8 @@ class EPlanePolicy:
             shares=weighted(problem, placement, seen) if problem.shares is ShareMode.WEIGHTED else None,
         )
 
-    def _start(self, problem: Problem, search: object, seen: Forecast, most_used: Ints) -> Ints:
+    def _start(self, problem: Problem, search: Search, seen: Forecast, most_used: Ints) -> Ints:
         """[L, R, K] the prior made legal, or a placement from nothing."""
-        from controller.solver.search import Search
-
-        if not isinstance(search, Search):
-            raise TypeError("a search is needed")
         shape = (problem.layers, problem.ranks, problem.per_rank)
         mean = seen.mean.astype(np.float64)
         if problem.prior is not None:
@@ -153,11 +159,11 @@ def weighted(problem: Problem, placement: Ints, seen: Forecast) -> Floats:
     return level(placement, seen.mean.astype(np.float64), problem.capacity, SHRINK)
 
 
-def _from_scratch(problem: Problem, search: object, held: Bools, deadline: float | None) -> list[int]:
+def _from_scratch(problem: Problem, search: Search, held: Bools, deadline: float | None) -> list[int]:
     """Layers that were placed anew because that wins after its moves are paid."""
-    from controller.solver.search import Search, relabel
+    from controller.solver.search import relabel
 
-    if not isinstance(search, Search) or problem.prior is None or problem.max_moves is not None or problem.fixed_slots:
+    if problem.prior is None or problem.max_moves is not None or problem.fixed_slots:
         return []
     if (
         problem.spread > 1
@@ -193,11 +199,9 @@ def _from_scratch(problem: Problem, search: object, held: Bools, deadline: float
     return sorted(taken)
 
 
-def _undo_small(problem: Problem, search: object, start: Ints) -> None:
+def _undo_small(problem: Problem, search: Search, start: Ints) -> None:
     """Put back layers whose gain is below min_improvement."""
-    from controller.solver.search import Search
-
-    if not isinstance(search, Search) or problem.prior is None or problem.min_improvement <= 0:
+    if problem.prior is None or problem.min_improvement <= 0:
         return
     for layer in np.flatnonzero(search.moved > 0).tolist():
         after, table = search.objective[layer], search.tables[layer].copy()
@@ -209,12 +213,8 @@ def _undo_small(problem: Problem, search: object, start: Ints) -> None:
             search.steps[:] = [step for step in search.steps if step.layer != layer]
 
 
-def _kick(problem: Problem, search: object, deadline: float | None) -> None:
+def _kick(problem: Problem, search: Search, deadline: float | None) -> None:
     """A known load and free moves: close the gap to the bound where local search left one."""
-    from controller.solver.search import Search
-
-    if not isinstance(search, Search):
-        return
     rounds = max(1, min(KICKS, KICK_SLOTS // (problem.slots * problem.layers)))
     for layer in range(problem.layers):
         if search.peak(layer) > search.goal[layer] * (1 + KICK_GAP):
