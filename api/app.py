@@ -17,7 +17,7 @@ from api.guard import Guard
 from api.idempotency import Answers
 from api.port import ControllerPort
 from api.problems import MEDIA_TYPE, Code, Problem, problem_of
-from api.routes import cluster, config, groups, migrations, modes, page, plans, reports
+from api.routes import cluster, config, groups, migrations, modes, page, plans, reports, simulations
 from api.schemas import ProblemBody
 from eplane.errors import EPlaneError
 
@@ -42,8 +42,9 @@ def create_app(controller: ControllerPort, auth: Auth) -> FastAPI:
     app.state.controller = controller
     app.state.auth = auth
     app.state.answers = Answers()
+    app.state.simulations = simulations.Simulations()
     app.state.registry = CollectorRegistry()
-    for part in (groups, plans, migrations, modes, config, reports, cluster, page):
+    for part in (groups, plans, migrations, simulations, modes, config, reports, cluster, page):
         app.include_router(part.router)
     app.add_exception_handler(EPlaneError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -54,6 +54,7 @@ class Code(enum.Enum):
     INVALID = "invalid"
     KEY_REUSED = "key_reused"
     PRECONDITION_REQUIRED = "precondition_required"
+    BUSY = "busy"
     INTERNAL = "internal"
     UNAVAILABLE = "unavailable"
     NOT_LEADER = "not_leader"
@@ -83,6 +84,7 @@ KINDS: Mapping[Code, Kind] = {
     Code.INVALID: Kind(422, "A field can not be used", EXIT_USAGE),
     Code.KEY_REUSED: Kind(422, "The idempotency key belongs to another request", EXIT_CONFLICT),
     Code.PRECONDITION_REQUIRED: Kind(428, "If-Match with the epoch is needed", EXIT_USAGE),
+    Code.BUSY: Kind(429, "As much of this runs as may run", EXIT_UNAVAILABLE),
     Code.INTERNAL: Kind(500, "The controller failed", EXIT_UNAVAILABLE),
     Code.UNAVAILABLE: Kind(503, "Not available now", EXIT_UNAVAILABLE),
     Code.NOT_LEADER: Kind(503, "Another controller leads the group", EXIT_UNAVAILABLE),
@@ -99,7 +101,7 @@ class Problem(EPlaneError):
         self.status = KINDS[code].status if status is None else status
         self.extra = extra
         self.headers: dict[str, str] = {}
-        if self.status == 503:
+        if self.status in (429, 503):
             self.headers["Retry-After"] = str(RETRY_AFTER_S)
             self.extra = {"retry_after_s": RETRY_AFTER_S, **extra}
         elif self.status == 401:

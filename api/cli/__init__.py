@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from api.cli import demo, doctor, migration, mode, plan, process, solving, state, up, version
+from api.cli import demo, doctor, migration, mode, plan, process, simulate, solving, state, up, version
 
 EPILOG = "Exit codes: 0 ok, 2 usage or bad input, 3 refused by a goal, 4 conflict, 5 unavailable."
 UNKNOWN_FAILURE = 1
@@ -81,7 +81,7 @@ for _command in (state.status, state.load, state.placement, state.nodes, state.g
     app.command()(_command)
 for _command in (state.history, state.explain, state.leader, plan.rebalance, plan.rollback):
     app.command()(_command)
-for _command in (mode.mode, mode.pause, mode.resume, solving.solve):
+for _command in (mode.mode, mode.pause, mode.resume, solving.solve, simulate.simulate):
     app.command()(_command)
 for _command in (up.up, demo.demo, process.controller, doctor.doctor, version.version):
     app.command()(_command)

@@ -24,6 +24,7 @@ class SmallDesk:
         self.refuses: str | None = None
         self.down = False
         self.breaks = False
+        self.recorded = 1
         self.settings: dict[str, Any] = {"policy": "eplane", "interval_s": 3.0}
         self.plans_by_id: dict[str, dict[str, Any]] = {"p1": self._plan("p1")}
         self.migrations_by_id: dict[str, dict[str, Any]] = {}
@@ -83,8 +84,9 @@ class SmallDesk:
         return {"windows": 1, "load": [[5.0, 3.0, 2.0]], "rank_load": [[7.0, 3.0]], "complete": True}
 
     async def windows(self, since_step: int = -1) -> Any:
-        entry = {"world": "w", "digest": "00ff00ff00ff00ff", "first_step": 0, "last_step": 8}
-        return [{**entry, "load": [[5.0, 3.0, 2.0]], "rank_load": [[7.0, 3.0]]}] if since_step < 8 else []
+        entry = {"world": "w", "digest": "00ff00ff00ff00ff", "load": [[5.0, 3.0, 2.0]], "rank_load": [[7.0, 3.0]]}
+        ends = [8 * (number + 1) for number in range(self.recorded)]
+        return [{**entry, "first_step": end - 8, "last_step": end} for end in ends if end > since_step]
 
     async def placement(self, epoch: int | None = None) -> Any:
         if epoch is not None and epoch > self.epoch:

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 
 from api.app import create_app
 from api.auth import Auth, AuthSettings, Right, Role, check_bind, is_loopback, read_own_token, read_tokens
+from api.routes.simulations import Simulation
 from eplane.errors import BadInput, BindRefused
 from tests.api.desk import SmallController
 
@@ -36,6 +37,8 @@ ROUTES: dict[tuple[str, str], Right] = {
     ("GET", f"{G}/plans/p1"): Right.READ,
     ("GET", f"{G}/migrations"): Right.READ,
     ("GET", f"{G}/migrations/m1"): Right.READ,
+    ("GET", f"{G}/simulations"): Right.READ,
+    ("GET", f"{G}/simulations/s1"): Right.READ,
     ("GET", f"{G}/mode"): Right.READ,
     ("GET", f"{G}/config"): Right.READ,
     ("GET", "/v1/config"): Right.READ,
@@ -46,6 +49,7 @@ ROUTES: dict[tuple[str, str], Right] = {
     ("POST", f"{G}/plans/p1/discard"): Right.OPERATE,
     ("POST", f"{G}/migrations/m1/abort"): Right.OPERATE,
     ("POST", f"{G}/rollback"): Right.OPERATE,
+    ("POST", f"{G}/simulations"): Right.OPERATE,
     ("POST", f"{G}/pause"): Right.OPERATE,
     ("POST", f"{G}/resume"): Right.OPERATE,
     ("PUT", f"{G}/mode"): Right.ADMINISTER,
@@ -75,6 +79,8 @@ def token_file(tmp_path: Path) -> Path:
 @pytest.fixture
 async def guarded(controller: SmallController, token_file: Path) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(controller, Auth(AuthSettings(token_file=token_file)))
+    app.state.simulations.keep(Simulation("g", {}, id="s1"))
+    controller.small.recorded = 4
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://control.example") as client:
         yield client
 
@@ -116,6 +122,7 @@ def test_every_route_is_in_the_matrix_or_open(controller: SmallController) -> No
     assert len(routes) >= len(known)
     for route in routes:
         path = route.path.replace("{group}", "g").replace("{plan_id}", "p1").replace("{migration_id}", "m1")
+        path = path.replace("{simulation_id}", "s1")
         for method in route.methods - {"HEAD"}:
             assert (method, path) in known or path in OPEN_ROUTES, f"{method} {path}: who may do this?"
 
@@ -282,5 +289,5 @@ def test_the_documentation_has_every_route() -> None:
     for _, path in ROUTES:
         named = (
             path.partition("?")[0].replace("/groups/g", "/groups/{g}").replace("/p1", "/{id}").replace("/m1", "/{id}")
-        )
+        ).replace("/s1", "/{id}")
         assert named in text or named.removeprefix("/v1/groups/{g}") in text, path

@@ -53,6 +53,13 @@ async def test_bad_request(http: httpx.AsyncClient) -> None:
     check(await http.post(f"{G}/plans", content=b"{no", headers=headers), Code.BAD_REQUEST)
 
 
+async def test_busy(http: httpx.AsyncClient, desk: SmallDesk) -> None:
+    desk.recorded = 4
+    await http.post(f"{G}/simulations", json=WHY)
+    body = check(await http.post(f"{G}/simulations", json=WHY), Code.BUSY)
+    assert body["retry_after_s"] == 1
+
+
 async def test_not_found(http: httpx.AsyncClient) -> None:
     check(await http.get("/v1/nothing"), Code.NOT_FOUND)
     assert "known are: g" in check(await http.get("/v1/groups/other/status"), Code.NOT_FOUND)["detail"]

@@ -1,0 +1,232 @@
+"""Simulations: the load windows a group has just seen, replayed through policies. Nothing of the group is touched.
+
+One runs at a time in a controller, in a process of its own that gives way to others and ends with its controller.
+Results live in the memory of the controller that made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from api.access import Group, Operator, Reader, controller_of, desk_of, reading_desk, reply
+from api.port import DeskPort, Json, plain
+from api.problems import Code, Problem
+from api.schemas import ID_PATTERN, Change
+from controller.desk import OPTIONS
+from controller.simulate import SimulationSettings
+from eplane.errors import Conflict, Invalid, NotFound, NotLeader
+
+router = APIRouter(prefix="/v1/groups/{group}/simulations", tags=["simulations"])
+
+KEPT = 16
+LIMIT_S = 300.0
+_FURTHER = (OPTIONS - {"window"}) | {"shares"}
+SimulationId = Annotated[str, Path(pattern=ID_PATTERN)]
+
+
+class SimulationRequest(Change):
+    policies: list[str] = Field(default=["static", "eplane"], min_length=1, max_length=8)
+    window: int = Field(default=1, ge=1, description="recorded windows between two decisions")
+    ranks: int | None = Field(default=None, ge=1, description="null: as many as the group has")
+    slots: int | None = Field(default=None, ge=1, description="of a rank in a layer; null: as the group has")
+    hardware: str | None = Field(default=None, description="cost model; null: that of the settings")
+    gate: bool = Field(default=False, description="move only when the cost model says that it pays")
+    options: dict[str, Any] = Field(default_factory=dict, description="for the policies, as in a plan")
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One run and how far it is. state: RUNNING, DONE, FAILED."""
+
+    group: str
+    about: Mapping[str, Json]
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    created_at: float = field(default_factory=time.time)
+    state: str = "RUNNING"
+    done: int = 0
+    total: int | None = None
+    sentence: str | None = None
+    results: list[Json] | None = None
+
+    def line(self) -> dict[str, Json]:
+        names = ("id", "group", "state", "created_at", "done", "total", "sentence")
+        return {**{name: getattr(self, name) for name in names}, **self.about}
+
+    def to_json(self) -> dict[str, Json]:
+        return {**self.line(), "results": self.results}
+
+
+class Simulations:
+    """The newest simulations of one controller, and the one that runs. For one event loop."""
+
+    def __init__(self, kept: int = KEPT, limit_s: float = LIMIT_S) -> None:
+        self._kept = kept
+        self._limit_s = limit_s
+        self._known: dict[str, Simulation] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, simulation: Simulation, request: bytes) -> None:
+        """Begin. Raises Problem while another one runs."""
+        if self._task is not None and not self._task.done():
+            raise Problem(Code.BUSY, "a simulation runs already in this controller; ask again when it has ended")
+        self.keep(simulation)
+        self._task = asyncio.create_task(self._run(simulation, request), name=f"simulation {simulation.id}")
+
+    def keep(self, simulation: Simulation) -> None:
+        self._known[simulation.id] = simulation
+        for name in list(self._known)[: -self._kept]:
+            del self._known[name]
+
+    def of(self, group: str) -> list[Simulation]:
+        """Newest first."""
+        return [s for s in reversed(self._known.values()) if s.group == group]
+
+    async def _run(self, simulation: Simulation, request: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                said = await _follow(simulation, request)
+        except TimeoutError:
+            too_long = f"not done after {self._limit_s:g} s: name fewer policies, or set options.budget_ms"
+            said = {"problem": {"detail": too_long}}
+        except (OSError, ValueError) as error:
+            said = {"problem": {"detail": f"the simulation's process failed: {error}"}}
+        if "results" in said:
+            simulation.state, simulation.results = "DONE", said["results"]
+        else:
+            simulation.state, simulation.sentence = "FAILED", said["problem"]["detail"]
+
+
+async def _follow(simulation: Simulation, request: bytes) -> dict[str, Json]:
+    """What the process says at last. However this is left, the process has ended then.
+
+    The pipes are read in a thread: asyncio's own subprocesses hang when they are cancelled while they start.
+    """
+    command = (sys.executable, "-m", "api.simulating", str(os.getpid()))
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        return await asyncio.to_thread(_speak, child, request, simulation)
+    finally:
+        child.kill()
+        child.wait()
+        # Its ends of the pipes are closed, so a thread that still reads or writes is let go at once.
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def _speak(child: subprocess.Popen[bytes], request: bytes, simulation: Simulation) -> dict[str, Json]:
+    """Send the request, keep count, and return the last line. Raises OSError when none comes."""
+    if child.stdin is None or child.stdout is None:
+        raise OSError("it has no pipes")
+    # A child that ends early closes its end; that it says nothing tells more than the broken pipe.
+    with suppress(BrokenPipeError):
+        child.stdin.write(request)
+        child.stdin.close()
+    for line in child.stdout:
+        said: dict[str, Json] = json.loads(line)
+        if "done" not in said:
+            return said
+        simulation.done, simulation.total = said["done"], said["total"]
+    raise OSError(f"it ended with exit code {child.wait()} and no result")
+
+
+@router.post("", status_code=202, summary="Replay the recorded windows through policies: 202, then poll Location")
+async def simulate(request: Request, group: Group, change: SimulationRequest, changer: Operator) -> Response:
+    desk = reading_desk(request, group, "leader")
+    if not controller_of(request).is_leader(group):
+        raise NotLeader(None)
+
+    async def work() -> Response:
+        from api.simulating import check, request_of, windows_trace
+
+        windows = plain(await desk.windows())
+        if not windows:
+            raise Conflict("no load window is recorded yet: there is nothing to simulate on")
+        load = windows_trace(windows, "the group's windows")
+        settings = await _settings(desk, change)
+        check(load, change.policies, settings)
+        about = {
+            "policies": change.policies,
+            "window": change.window,
+            "ranks": settings.ranks,
+            "slots_per_rank": settings.slots_per_rank,
+            "hardware": settings.hardware,
+            "gate": change.gate,
+            "windows": len(load),
+            "first_step": windows[-len(load)].get("first_step"),
+            "last_step": windows[-1].get("last_step"),
+            "actor": changer.actor(change),
+            "reason": change.reason,
+        }
+        simulation = Simulation(group, about)
+        simulations_of(request).start(simulation, request_of(load, change.policies, settings))
+        return reply(simulation, 202, location=f"/v1/groups/{group}/simulations/{simulation.id}")
+
+    return await changer.answer(work)
+
+
+@router.get("", summary="The newest simulations of this controller, without their results")
+async def list_simulations(request: Request, group: Group, caller: Reader) -> JSONResponse:
+    desk_of(request, group)
+    return reply([s.line() for s in simulations_of(request).of(group)])
+
+
+@router.get("/{simulation_id}", summary="One simulation: RUNNING, DONE with results, or FAILED with a sentence")
+async def read_simulation(request: Request, group: Group, simulation_id: SimulationId, caller: Reader) -> JSONResponse:
+    desk_of(request, group)
+    for simulation in simulations_of(request).of(group):
+        if simulation.id == simulation_id:
+            return reply(simulation)
+    # Another controller may have made it: the one that leads.
+    reading_desk(request, group, "leader")
+    raise NotFound(f"there is no simulation {simulation_id} here; a controller keeps its last {KEPT} only")
+
+
+def simulations_of(request: Request) -> Simulations:
+    simulations: Simulations = request.app.state.simulations
+    return simulations
+
+
+async def _settings(desk: DeskPort, asked: SimulationRequest) -> SimulationSettings:
+    """The group's world as it is, with what is asked for otherwise."""
+    for name in asked.options:
+        if name not in _FURTHER:
+            raise Invalid(f"options.{name}"[:80], f"is not known; known are {', '.join(sorted(_FURTHER))}")
+    placement, config = plain(await desk.placement()), plain(await desk.config())
+    ranks = int(placement["ranks"])
+    slots = len(placement["p2l"][0]) // ranks
+    fields = dict(asked.options)
+    if asked.ranks in (None, ranks):
+        fields |= _nodes(plain(await desk.nodes()), ranks)
+    world = plain(await desk.status()).get("world") or {}
+    if "bundle_bytes" in world:
+        fields["bundle_bytes"] = world["bundle_bytes"]
+    return SimulationSettings(
+        ranks=asked.ranks or ranks,
+        slots_per_rank=asked.slots or slots,
+        window=asked.window,
+        hardware=asked.hardware or config.get("hardware"),
+        gate=asked.gate,
+        fields=fields,
+    )
+
+
+def _nodes(nodes: Sequence[Mapping[str, Json]], ranks: int) -> dict[str, list[int]]:
+    """`node_of_rank`, when the nodes that are known hold every rank."""
+    of = {rank: number for number, node in enumerate(nodes) for rank in node.get("ranks") or ()}
+    return {"node_of_rank": [of[rank] for rank in range(ranks)]} if set(range(ranks)) <= of.keys() else {}

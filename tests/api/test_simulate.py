@@ -1,0 +1,232 @@
+"""`eplane simulate`: a trace in, policies side by side out, and every refusal in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from api.cli import run
+
+SHAPE = ("--ranks", "4", "--slots", "3", "--policy", "static,eplb")
+
+
+@pytest.fixture
+def load() -> np.ndarray[Any, Any]:
+    """Six windows, two layers, eight experts; the first experts are hot, a little otherwise in each window."""
+    hot = 1000 / (1 + np.arange(8)) ** 1.5
+    return np.random.default_rng(7).poisson(hot, size=(6, 2, 8)).astype(np.uint16)
+
+
+@pytest.fixture
+def trace(tmp_path: Path, load: np.ndarray[Any, Any]) -> Path:
+    path = tmp_path / "trace.npz"
+    np.savez(path, load=load, names=np.array(["a", "b"]), counts=load[:, 0])
+    return path
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["simulate", *arguments, "-o", "json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    value: dict[str, Any] = json.loads(said.out)
+    return value
+
+
+def timeless(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results without what a clock measured."""
+    results = []
+    for result in value["results"]:
+        rows = [{k: v for k, v in row.items() if k != "solve_s"} for row in result["windows_detail"]]
+        results.append({**result, "solve_ms": None, "windows_detail": rows})
+    return results
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    assert run(["simulate", *arguments]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    return said.err
+
+
+def test_policies_side_by_side(trace: Path, load: np.ndarray[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    value = answered(capsys, str(trace), "--ranks", "4", "--slots", "2", "--policy", "eplb,static", "--nodes", "2")
+    assert (value["entries"], value["layers"], value["experts"], value["ranks"]) == (6, 2, 8, 4)
+    eplb, static = value["results"]
+    assert (eplb["policy"], static["policy"]) == ("eplb", "static")
+    # Without a spare slot `static` leaves the experts where they are: two in a row on each rank.
+    ranks = load[2:].astype(float).reshape(4, 2, 4, 2).sum(axis=3)
+    balance = ranks.mean(axis=2) / ranks.max(axis=2)
+    assert static["next"] == pytest.approx(balance.mean())
+    assert static["next_p5"] == pytest.approx(np.mean([np.percentile(b, 5) for b in balance]))
+    assert (static["moves"], static["rebalances"], static["bytes"], static["windows"]) == (0, 0, 0, 4)
+    assert eplb["next"] > static["next"] + 0.1
+    assert 0 < eplb["step_us"] <= static["step_us"]
+    assert eplb["steps_a_second"] == pytest.approx(1e6 / eplb["step_us"])
+    assert len(eplb["windows_detail"]) == 5
+
+
+def test_windows_of_several_entries(trace: Path, load: np.ndarray[Any, Any], tmp_path: Path, capsys: Any) -> None:
+    summed = tmp_path / "summed.npy"
+    np.save(summed, load.reshape(3, 2, 2, 8).sum(axis=1))
+    pairs = answered(capsys, str(trace), *SHAPE, "--window", "2")
+    ones = answered(capsys, str(summed), *SHAPE)
+    assert pairs["results"][0]["windows"] == 1
+    assert pairs["results"][0]["next"] == pytest.approx(ones["results"][0]["next"])
+    assert answered(capsys, str(trace), *SHAPE, "--limit", "4")["entries"] == 4
+
+
+def test_the_recorded_format_gives_the_same(
+    trace: Path, load: np.ndarray[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = [{"world": "before", "load": [[1.0, 2.0]]}]
+    path = tmp_path / "windows.json"
+    path.write_text(json.dumps({"windows": [*old, *({"world": "now", "load": w.tolist()} for w in load)]}))
+    assert timeless(answered(capsys, str(path), *SHAPE)) == timeless(answered(capsys, str(trace), *SHAPE))
+
+
+def test_slots_by_rank_and_fields_of_the_problem(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = answered(capsys, str(trace), "--ranks", "4", "--slots", "3,2,2,2", "--policy", "eplb", "--hardware", "none")
+    assert (value["slots_per_rank"], value["hardware"], value["results"][0]["step_us"]) == ([3, 2, 2, 2], None, None)
+    small = answered(capsys, str(trace), *SHAPE, "--set", "bundle_bytes=10")["results"][1]
+    assert small["bytes"] == 10 * small["moves"] > 0
+    held = answered(capsys, str(trace), *SHAPE, "--gate", "--set", "bundle_bytes=1000000000000")["results"][1]
+    assert held["moves"] == 0
+
+
+def test_the_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", str(trace), *SHAPE]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].endswith("6 entries, 2 x 8 experts on 4 ranks with 3 slots")
+    assert lines[2].split()[:3] == ["POLICY", "NEXT", "P5"]
+    assert [line.split()[0] for line in lines[3:5]] == ["static", "eplb"]
+    assert {len(line.split()) for line in lines[2:5]} == {11}
+
+
+def test_the_shipped_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    value = answered(capsys, "shift", "--limit", "4", "--policy", "static")
+    assert (value["layers"], value["experts"], value["slots_per_rank"]) == (8, 32, 5)
+
+
+def test_the_picture(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "out.png"
+    answered(capsys, str(trace), *SHAPE, "--picture", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_picture_that_can_not_be_drawn_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = str(tmp_path / "none.npz")
+    assert "out.doc: the name must end with" in refused(capsys, nothing, "--picture", "out.doc")
+    assert "there is no folder" in refused(capsys, nothing, "--picture", str(tmp_path / "no" / "out.png"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "needs matplotlib" in refused(capsys, nothing, "--picture", str(tmp_path / "out.png"))
+
+
+BAD_OPTIONS = [
+    (("--policy", "best"), "policy"),
+    (("--policy", ","), "policies"),
+    (("--policy", "eplb,eplb"), "policies: names one policy twice"),
+    (("--hardware", "abacus"), "hardware"),
+    (("--slots", "many"), "--slots"),
+    (("--slots", "3,3"), "slots_per_rank"),
+    (("--nodes", "3"), "nodes"),
+    (("--ranks", "0"), "--ranks"),
+    (("--window", "3"), "window"),
+    (("--gate", "--hardware", "none"), "hardware"),
+    (("--set", "speed=1"), "speed"),
+    (("--set", "prior=null"), "prior"),
+    (("--set", "speed"), "--set"),
+    (("--array", "none"), "has no array 'none'; it holds load, names, counts"),
+    (("--array", "names"), "names holds <U1, not numbers"),
+    (("--array", "counts"), "counts has shape [6, 8]"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), BAD_OPTIONS, ids=[" ".join(o) for o, _ in BAD_OPTIONS])
+def test_options_that_can_not_be_used(
+    trace: Path, options: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(capsys, str(trace), "--ranks", "4", *options)
+
+
+def test_files_that_can_not_be_used(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = trace.read_bytes()
+    path = tmp_path / "bad.npz"
+    assert "bad.npz can not be read: No such file" in refused(capsys, str(path))
+    assert "can not be read" in refused(capsys, str(tmp_path))
+    spoiled = bytearray(whole)
+    # Inside the data of the first array, so that only the archive's checksum tells.
+    spoiled[len(whole) // 8 + 100] ^= 0xFF
+    for content in (b"", b"PK\x03\x04", b"words", whole[: len(whole) // 2], bytes(spoiled)):
+        path.write_bytes(content)
+        assert "bad.npz is not a .npz with numbers" in refused(capsys, str(path))
+    np.savez(path, load=np.array([{"a": 1}], dtype=object))
+    assert "bad.npz is not a .npz with numbers" in refused(capsys, str(path))
+    for wrong, says in ((np.nan, "NaN"), (np.inf, "infinity"), (-1.0, "negative")):
+        np.savez(path, load=np.full((4, 1, 4), wrong))
+        assert f"bad.npz: load holds {says}" in refused(capsys, str(path)).replace("NaN or infinity", says)
+    np.savez(path, load=np.zeros((4, 0, 4)))
+    assert "load has shape [4, 0, 4]" in refused(capsys, str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{no", "is not JSON"),
+        ("[]", "windows: must be"),
+        ('{"windows": [{"step": 1}]}', "windows: must be"),
+        ('[{"load": [[1, 2]]}, {"load": [[1]]}]', "do not have one shape"),
+        ('[{"load": "x"}]', "not numbers"),
+        ('[{"load": [1, 2]}]', "has shape [1, 2]"),
+    ],
+)
+def test_recorded_windows_that_can_not_be_used(
+    tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "windows.json"
+    path.write_text(text)
+    error = refused(capsys, str(path))
+    assert says in error
+    assert "windows.json" in error
+
+
+def test_goals_that_can_not_be_met(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "goal capacity" in refused(capsys, str(trace), "--ranks", "4", "--slots", "1", code=3)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from api.cli import run\n"
+        "assert run(['simulate', '--help']) == 0\n"
+        "heavy = ('numpy', 'numba', 'rich.progress', 'matplotlib', 'fastapi')\n"
+        "print(sorted(set(heavy) & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "[]\n"
+
+
+def test_the_bar_is_for_people_only(trace: Path) -> None:
+    command = [sys.executable, "-m", "api.cli", "simulate", str(trace), *SHAPE, "-o", "json"]
+    seen, terminal = os.openpty()
+    try:
+        env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=60, check=True, env=env)
+        bar = os.read(seen, 65536).decode()
+    finally:
+        os.close(terminal)
+        os.close(seen)
+    assert len(json.loads(done.stdout)["results"]) == 2
+    assert "eplb" in bar
+    assert "5/5" in bar
