@@ -22,12 +22,12 @@ class Policy(Protocol):
 
 def policies() -> dict[str, Policy]:
     """Every policy by name. Compiled kernels load only when one of them solves."""
-    from controller.solver.policies.eplane import EPlanePolicy
-    from controller.solver.policies.eplb import EplbPolicy
-    from controller.solver.policies.flash import FlashPolicy
-    from controller.solver.policies.omni import OmniPolicy
-    from controller.solver.policies.static import StaticPolicy
-    from controller.solver.policies.swift import SwiftPolicy
+    from controller.solver.methods.eplane import EPlanePolicy
+    from controller.solver.methods.eplb import EplbPolicy
+    from controller.solver.methods.flash import FlashPolicy
+    from controller.solver.methods.omni import OmniPolicy
+    from controller.solver.methods.static import StaticPolicy
+    from controller.solver.methods.swift import SwiftPolicy
 
     known: tuple[Policy, ...] = (
         StaticPolicy(),

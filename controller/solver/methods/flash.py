@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from controller.solver.answer import Answer
-from controller.solver.policies.eplb import fill_gaps, pack_apart
-from controller.solver.policies.heat import copies, start_table
+from controller.solver.methods.eplb import fill_gaps, pack_apart
+from controller.solver.methods.heat import copies, start_table
 from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy
 from controller.solver.repair import repair
 

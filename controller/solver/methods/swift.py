@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from controller.solver.answer import Answer
-from controller.solver.policies.heat import copies, slot_heat, start_table
+from controller.solver.methods.heat import copies, slot_heat, start_table
 from controller.solver.problem import EMPTY, Floats, Ints, Problem
 from controller.solver.repair import repair
 

@@ -18,7 +18,7 @@ from controller.solver.answer import Answer
 from controller.solver.budget import allot
 from controller.solver.explain import explain_layers
 from controller.solver.grouping import home_nodes
-from controller.solver.policies.eplb import fill_gaps
+from controller.solver.methods.eplb import fill_gaps
 from controller.solver.problem import Bools, Floats, Ints, Problem, RankCost, ShareMode, Strategy
 from controller.solver.repair import keep_places, repair
 

@@ -1,0 +1,1 @@
+"""The placement policies, one a file. Reach them through `controller.solver.policies()`."""
