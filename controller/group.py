@@ -31,7 +31,10 @@ class Hint:
         self.digest = digest
         self.shares = shares
         # Made once: every agent is told the same.
-        self.json = {"digest": digest, "shares": [[round(x, 9) for x in row] for row in shares.tolist()]}
+        self.json: dict[str, object] = {
+            "digest": digest,
+            "shares": [[round(x, 9) for x in row] for row in shares.tolist()],
+        }
 
 
 @dataclass(eq=False)

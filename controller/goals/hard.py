@@ -95,9 +95,9 @@ HARD = (Coverage(), Capacity(), Drained(), Pinned(), Replicas())
 
 def drained_rank(case: Case, placement: Placement) -> str | None:
     """The sentence of the first drained rank that holds something."""
-    held = (placement.by_rank() >= 0).any(axis=(0, 2))
+    held = np.flatnonzero((placement.by_rank() >= 0).any(axis=(0, 2))).tolist()
     for rank, node in enumerate(case.world.node_of_rank):
-        if node in case.settings.drained and held[rank]:
+        if node in case.settings.drained and rank in held:
             return f"rank {rank} of the drained node {node} still holds experts"
     return None
 
