@@ -61,6 +61,6 @@ def test_the_same_trace_gives_the_same_result() -> None:
 
 def test_nothing_is_compiled_before_a_solve() -> None:
     """The command line and the API import the solver: that must not load the compiler."""
-    code = "import sys, controller.solver, controller.simulate, controller.costs, controller.forecast; controller.solver.methods(); "
+    code = "import sys, controller.solver, controller.simulate, controller.costs, controller.forecast; controller.solver.policies(); "
     code += "sys.exit(any(m in sys.modules for m in ('numba', 'torch', 'scipy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

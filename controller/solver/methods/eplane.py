@@ -25,8 +25,8 @@ from controller.solver.repair import keep_places, repair
 if TYPE_CHECKING:
     from controller.solver.search import Search
 
-MOVE_WEIGHT, LAYER_WEIGHT = 0.001, 0.08
-"""Default price of a move: a layer's max / mean must fall by a thousandth for each, or by 0.08 for moving every slot,
+MOVE_WEIGHT, LAYER_WEIGHT = 0.0015, 0.12
+"""Default price of a move: a layer's max / mean must fall by 0.0015 for each, or by 0.12 for moving every slot,
 whichever is less: the more slots a layer has, the less one of them can gain and the smaller a part of the work it is."""
 PART_SEEN = 0.3
 """The power mean sees about this part of a gain on the slowest rank, so prices are scaled by it."""
