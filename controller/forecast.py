@@ -17,6 +17,10 @@ KEEP = 32
 SCENARIOS = 16
 FADE = 0.9
 """Weight of an error one entry older."""
+JUDGED = 10
+"""Newest forecasts whose error is counted."""
+STRANGE, NEWEST, NEAR = 6.0, 4, 0.1
+"""An entry is no scenario when its distance from the forecast exceeds STRANGE times that of the newest, plus NEAR."""
 UNKNOWN_ERROR = 0.1
 """Relative error assumed before any forecast could be compared with what came."""
 
@@ -91,9 +95,8 @@ def _errors(recent: Single, totals: Single, bank: Single, horizon: int) -> tuple
     entries = recent.shape[0]
     score = np.zeros((len(ALPHAS), recent.shape[1]), dtype=np.float32)
     weight = np.zeros(recent.shape[1], dtype=np.float32)
-    came = np.cumsum(np.concatenate([np.zeros_like(recent[:1]), recent]), axis=0)
-    for at in range(entries - horizon):
-        real = _shares(came[at + 1 + horizon] - came[at + 1])
+    for at in range(max(0, entries - horizon - JUDGED), entries - horizon):
+        real = _shares(recent[at + 1 : at + 1 + horizon].sum(axis=0))
         predicted = _shares(bank[at])
         miss = ((predicted - real) ** 2).sum(axis=2) / (predicted**2).sum(axis=2)
         counts = np.float32(FADE ** (entries - horizon - 1 - at)) * (totals[at + 1 : at + 1 + horizon].sum(axis=0) > 0)
@@ -108,6 +111,9 @@ def _scenarios(recent: Single, totals: Single, mean: Single) -> Single:
     """[L, E, H] the last entries, moved so that their average is the forecast; too few are repeated."""
     last = _shares(recent[-SCENARIOS:])
     live = totals[-SCENARIOS:] > 0
+    # What lies before an abrupt change is no scenario of what comes: far from the forecast, as the newest entries are not.
+    away = np.abs(last - mean).sum(axis=2)
+    live &= away <= STRANGE * np.median(away[-NEWEST:], axis=0) + NEAR
     count = np.maximum(live.sum(axis=0), 1)[:, None]
     centre = np.where(live[:, :, None], last, 0).sum(axis=0) / count
     moved = np.maximum(mean + np.where(live[:, :, None], last - centre, 0), 0)

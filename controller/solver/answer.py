@@ -177,6 +177,5 @@ def check_shares(placement: Ints, shares: Floats, experts: int) -> None:
 
 
 def _first(broken: Any, sentence: str) -> None:
-    where = np.argwhere(broken)
-    if where.size:
-        raise AnswerError(sentence.format(*where[0].tolist()))
+    if np.any(broken):
+        raise AnswerError(sentence.format(*np.argwhere(broken)[0].tolist()))

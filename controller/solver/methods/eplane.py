@@ -37,8 +37,8 @@ KICKS, KICK_SLOTS, KICK_GAP = 200, 20_000, 0.003
 PAIRED = 2
 """Places a rank up to which a new copy is tried together with what it makes possible."""
 SCRATCH_GAP, SCRATCH_PART = 0.05, 0.3
-"""A placement from scratch is tried where the objective is this far above the bound, and above the price of that part of
-the slots moving."""
+"""A placement from scratch is tried where the slowest rank is this far above the bound, and above the price of that part
+of the slots moving."""
 SHRINK = 0.5
 """Weighted shares lean this far from even: exact shares fit the forecast too closely."""
 
@@ -173,7 +173,7 @@ def _from_scratch(problem: Problem, search: Search, held: Bools, deadline: float
     taken = []
     for layer in np.argsort(-search.objective, kind="stable").tolist():
         least = search.goal[layer] * (1 + SCRATCH_GAP) + SCRATCH_PART * problem.slots * search.tuning.price
-        if held[layer] or search.objective[layer] < least or (deadline is not None and time.perf_counter() >= deadline):
+        if held[layer] or search.peak(layer) < least or (deadline is not None and time.perf_counter() >= deadline):
             continue
         kept, price, moved = search.tables[layer].copy(), search.price_of(layer), search.moved[layer]
         objective = search.objective[layer]
