@@ -108,7 +108,9 @@ def test_solving_again_moves_nothing(seed: int, ranks: int, experts: int) -> Non
 def test_water_filled_shares_never_lose_and_sum_to_one(seed: int, ranks: int, experts: int) -> None:
     rng = np.random.default_rng(seed)
     load = rng.lognormal(3, 1.5, (1, experts))
-    problem = Problem.of(np.stack([load, load]), ranks, -(-experts // ranks) + 1, capacity=rng.choice([0.5, 1.0], ranks).tolist())
+    problem = Problem.of(
+        np.stack([load, load]), ranks, -(-experts // ranks) + 1, capacity=rng.choice([0.5, 1.0], ranks).tolist()
+    )
     answer = solve(problem)
     exact = level(answer.placement, load, problem.capacity)
     even, best = (
