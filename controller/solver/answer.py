@@ -17,6 +17,7 @@ from controller.solver.measure import (
     even_shares,
     held,
     rank_loads,
+    twice,
 )
 from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy, frozen
 from eplane.errors import AnswerError
@@ -125,19 +126,18 @@ def check_placement(p: Problem, placement: Ints) -> None:
     if placement.min() < EMPTY or placement.max() >= p.experts:
         raise AnswerError(f"placement names an expert outside 0..{p.experts - 1}")
     _first((placement != EMPTY) & ~p.usable_slots(), "layer {0}: slot {1} is not usable and holds an expert")
-    on_rank = held(placement, p.ranks, p.experts)
-    _first(on_rank > 1, "layer {0}: rank {1} holds expert {2} twice")
+    _first(twice(placement, p.ranks), "layer {0}: rank {1} holds an expert twice")
     counts = copies_of(placement, p.experts)
     _first(counts == 0, "layer {0}: expert {1} has no replica")
     _first(counts < p.min_replicas, "layer {0}: expert {1} has fewer copies than min_replicas")
     _first(counts > p.max_replicas, "layer {0}: expert {1} has more copies than max_replicas")
     for layer, expert, rank in p.pinned.tolist():
-        if not on_rank[layer, rank, expert]:
+        if expert not in placement[layer, rank * p.per_rank : (rank + 1) * p.per_rank]:
             raise AnswerError(f"layer {layer}: expert {expert} is not on rank {rank}, where it is pinned")
     if p.slot_budget is not None and int((counts - 1).sum()) > p.slot_budget:
         raise AnswerError(f"{int((counts - 1).sum())} redundant slots, slot_budget is {p.slot_budget}")
     if p.spread > 1 or p.strategy is Strategy.HIERARCHICAL:
-        _check_nodes(p, on_rank, counts)
+        _check_nodes(p, held(placement, p.ranks, p.experts), counts)
     if p.fixed_slots and p.prior is not None:
         _check_fixed(p, placement)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from controller.forecast import Forecast
-from controller.solver.measure import even_shares, held, rank_loads
+from controller.solver.measure import count_moves, even_shares, rank_loads
 from controller.solver.problem import Bools, Floats, Ints, Problem
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def explain_layers(
 ) -> list[str]:
     """One sentence a layer. Loads are forecast rank loads over their mean, even split."""
     before, after = _peaks(problem, seen, start), _peaks(problem, seen, placement)
-    moves = _moves(problem, placement)
+    moves = count_moves(problem.prior, placement, problem.ranks, problem.experts)
     sentences = []
     for layer in range(problem.layers):
         here = f"layer {layer}: "
@@ -68,10 +68,3 @@ def _peaks(problem: Problem, seen: Forecast, placement: Ints) -> Floats:
     load = seen.mean.astype(np.float64)
     loads = rank_loads(load, placement, even_shares(placement, problem.experts), problem.ranks) / problem.capacity
     return np.asarray(loads.max(axis=1) * problem.capacity[~problem.drained].sum())
-
-
-def _moves(problem: Problem, placement: Ints) -> Ints:
-    if problem.prior is None:
-        return np.zeros(problem.layers, dtype=np.int64)
-    fresh = held(placement, problem.ranks, problem.experts) > held(problem.prior, problem.ranks, problem.experts)
-    return np.asarray(fresh.sum(axis=(1, 2)))

@@ -68,10 +68,26 @@ def balance(loads: Floats, capacity: Floats, drained: np.ndarray) -> Floats:
 
 def count_moves(before: Ints | None, after: Ints, ranks: int, experts: int) -> Ints:
     """[L] experts that a rank holds after and did not hold before. Order inside a rank is free; a cold start moves none."""
+    layers = after.shape[0]
     if before is None:
-        return np.zeros(after.shape[0], dtype=np.int32)
-    fresh = (held(after, ranks, experts) > 0) & (held(before, ranks, experts) == 0)
-    return np.asarray(fresh.sum(axis=(1, 2)), dtype=np.int32)
+        return np.zeros(layers, dtype=np.int32)
+    now, then = _keys(after, ranks, experts), _keys(before, ranks, experts)
+    fresh = np.setdiff1d(now, then)
+    return np.bincount(fresh // (ranks * experts), minlength=layers).astype(np.int32)
+
+
+def _keys(placement: Ints, ranks: int, experts: int) -> Ints:
+    """One whole number for each (layer, rank, expert) that is held."""
+    layers, slots = placement.shape
+    where = np.repeat(np.arange(layers * ranks, dtype=np.int64), slots // ranks) * experts
+    flat = placement.ravel()
+    return np.asarray(where[flat != EMPTY] + flat[flat != EMPTY])
+
+
+def twice(placement: Ints, ranks: int) -> NDArray[np.bool_]:
+    """[L, R] ranks that hold some expert more than once."""
+    rows = np.sort(placement.reshape(placement.shape[0], ranks, -1), axis=2)
+    return np.asarray(((rows[:, :, 1:] == rows[:, :, :-1]) & (rows[:, :, 1:] != EMPTY)).any(axis=2))
 
 
 def least_time(problem: Problem, load: Floats, steps: int = 24) -> Floats:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from controller.solver.grouping import home_nodes
-from controller.solver.measure import held
+from controller.solver.measure import copies_of, held, twice
 from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem, Strategy
 from eplane.errors import Infeasible
 
@@ -36,15 +36,15 @@ def repair(problem: Problem, placement: Ints, load: Floats | None = None) -> Int
 def _broken(problem: Problem, tables: Ints, homes: Ints | None) -> Bools:
     """[L] layers that break a goal, the slot budget aside. tables [L, R, K]."""
     flat = tables.reshape(problem.layers, problem.slots)
-    on_rank = held(flat, problem.ranks, problem.experts)
-    counts = on_rank.sum(axis=1)
+    counts = copies_of(flat, problem.experts)
     bad = ((flat != EMPTY) & ~problem.usable_slots()).any(axis=1)
-    bad |= (on_rank > 1).any(axis=(1, 2))
+    bad |= twice(flat, problem.ranks).any(axis=1)
     bad |= ((counts < problem.min_replicas) | (counts > problem.max_replicas)).any(axis=1)
     if problem.pinned.size:
         layers, experts, ranks = problem.pinned.T
-        bad[layers[on_rank[layers, ranks, experts] == 0]] = True
+        bad[layers[(tables[layers, ranks] != experts[:, None]).all(axis=1)]] = True
     if problem.spread > 1:
+        on_rank = held(flat, problem.ranks, problem.experts)
         nodes = sum((on_rank[:, problem.node_of_rank == n].any(axis=1)).astype(np.int32) for n in range(problem.nodes))
         bad |= (nodes < np.minimum(problem.spread, counts)).any(axis=1)
     if homes is not None:

@@ -17,6 +17,7 @@ from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem
 STEPS_A_TURN = 8
 FREE = 1 << 40
 PROBED_RANKS, PROBED_HOT, PROBED_GIVERS = 24, 2, 3
+PROBE_GAIN = 1e-3
 SHARP = 0.9
 """Floor of the objective, as a part of the best any placement could do, when the load is taken as known."""
 
@@ -175,7 +176,7 @@ class Search:
         self.done[layer] = True
 
     def probe(self, layer: int, deadline: float | None) -> None:
-        """With one or two places a rank a new copy pays only once other pairs have changed too: try it, let the search
+        """With two places a rank a new copy pays only once other pairs have changed too: try it, let the search
         settle after it, keep the whole if it is better with all its moves paid. Repeats until no trial is.
         """
         improved = True
@@ -189,7 +190,7 @@ class Search:
                 self.begin(layer, trial)
                 while not self.done[layer]:
                     self.turn(layer)
-                if self.price_of(layer) < price - 1e-5 * objective:
+                if self.price_of(layer) < price - PROBE_GAIN * objective:
                     improved = True
                     self.steps.insert(
                         known, Step(layer, moves.COPY, expert, rank, rank, 1, float(objective), float(objective))
@@ -274,26 +275,23 @@ def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, l
 
     Only ranks of one size and speed (and node, if asked) change places, and none that holds a pinned expert.
     """
-    ranks, experts = len(table), int(max(table.max(), prior.max())) + 1
-    rows = np.arange(ranks)[:, None]
-    new, old = np.zeros((ranks, experts + 1), dtype=np.float32), np.zeros((ranks, experts + 1), dtype=np.float32)
-    new[rows, table], old[rows, prior] = 1.0, 1.0
-    overlap = new[:, :-1] @ old[:, :-1].T
+    ranks = len(table)
     alike: Bools = np.asarray(np.equal.outer(usable, usable) & np.equal.outer(speed, speed))
     fixed: Bools = np.asarray(locked.any(axis=1))
     if same_node:
         alike = alike & np.equal.outer(node, node)
     alike = alike & (~(fixed[:, None] | fixed[None, :]) | np.eye(ranks, dtype=np.bool_))
-    # A rank that shares nothing stays on its node if it can.
-    worth = np.where(alike, overlap + 0.5 * (node[:, None] == node[None, :]), 0.0)
+    sources, places, shared = _overlaps(table, prior)
+    # Equal overlaps stay on their node if they can.
+    worth = shared + 0.5 * (node[sources] == node[places])
     target = np.full(ranks, EMPTY, dtype=np.int64)
     taken = np.zeros(ranks, dtype=np.bool_)
-    pairs = np.argwhere(overlap * alike > 0)
-    for source, place in pairs[np.argsort(-worth[pairs[:, 0], pairs[:, 1]], kind="stable")].tolist():
-        if target[source] == EMPTY and not taken[place]:
+    order = np.argsort(-worth, kind="stable")
+    for source, place in zip(sources[order].tolist(), places[order].tolist(), strict=True):
+        if alike[source, place] and target[source] == EMPTY and not taken[place]:
             target[source], taken[place] = place, True
     for source in np.flatnonzero(target == EMPTY).tolist():
-        free = np.where(alike[source] & ~taken, 1.0 + worth[source], 0.0)
+        free = np.where(alike[source] & ~taken, 1.0 + (node == node[source]), 0.0)
         if not free.any():
             return np.asarray(table)
         target[source] = int(free.argmax())
@@ -301,6 +299,21 @@ def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, l
     out: Ints = np.full(table.shape, EMPTY, dtype=np.int32)
     out[target] = table
     return out
+
+
+def _overlaps(new: Ints, old: Ints) -> tuple[Ints, Ints, Floats]:
+    """Pairs (rank of `new`, rank of `old`) that share an expert, and how many they share. Both [R, K]."""
+    ranks, per_rank = new.shape
+    rank = np.repeat(np.arange(ranks), per_rank)
+    left, right = new.ravel(), old.ravel()
+    by_expert = np.argsort(right, kind="stable")
+    first = np.searchsorted(right[by_expert], left, side="left")
+    count = np.where(left == EMPTY, 0, np.searchsorted(right[by_expert], left, side="right") - first)
+    source = np.repeat(rank, count)
+    offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    place = rank[by_expert[np.repeat(first, count) + offset]]
+    pairs, shared = np.unique(source * ranks + place, return_counts=True)
+    return pairs // ranks, pairs % ranks, shared.astype(np.float64)
 
 
 def _prior_on(p: Problem) -> NDArray[np.bool_] | None:

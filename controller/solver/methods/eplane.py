@@ -25,8 +25,8 @@ from controller.solver.repair import keep_places, repair
 if TYPE_CHECKING:
     from controller.solver.search import Search
 
-MOVE_WEIGHT, LAYER_WEIGHT = 0.0015, 0.12
-"""Default price of a move: a layer's max / mean must fall by 0.0015 for each, or by 0.12 for moving every slot,
+MOVE_WEIGHT, LAYER_WEIGHT = 0.001, 0.08
+"""Default price of a move: a layer's max / mean must fall by 0.001 for each, or by 0.08 for moving every slot,
 whichever is less: the more slots a layer has, the less one of them can gain and the smaller a part of the work it is."""
 PART_SEEN = 0.3
 """The power mean sees about this part of a gain on the slowest rank, so prices are scaled by it."""
@@ -35,7 +35,7 @@ RISK = 1.0
 KICKS, KICK_SLOTS, KICK_GAP = 200, 20_000, 0.003
 """Random restarts a layer, slots they may cost in all, and the gap to the bound that is good enough."""
 PAIRED = 2
-"""Places a rank up to which a new copy is tried together with what it makes possible."""
+"""Places a rank at which a new copy is tried together with the exchanges of partners it makes possible."""
 SCRATCH_GAP, SCRATCH_PART = 0.05, 0.3
 """A placement from scratch is tried where the slowest rank is this far above the bound, and above the price of that part
 of the slots moving."""
@@ -69,7 +69,7 @@ class EPlanePolicy:
         search.start(start)
         search.done |= held & (problem.prior is not None)
         finished = search.run(deadline)
-        if problem.per_rank <= PAIRED and problem.spread == 1:
+        if problem.per_rank == PAIRED and problem.spread == 1:
             for layer in np.argsort(-search.objective, kind="stable").tolist():
                 if not held[layer] or problem.prior is None:
                     search.probe(layer, deadline)
