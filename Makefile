@@ -4,13 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
-DEMO_ARGS ?= --ranks 4 --nodes 2 --controllers 2 --seconds 120 --json out.json
+DEMO_ARGS ?= --ranks 4 --nodes 2 --controllers 2 --seconds 180 --json out.json
 TEST_ARGS ?=
 
 .PHONY: demo test lint venv bench etcd clean help
 
 help:
-	@echo "make demo   serve a real MoE model, shift its traffic, watch EPlane level it (about 6 minutes)"
+	@echo "make demo   serve a real MoE model, shift its traffic, watch EPlane level it (about 5 minutes)"
 	@echo "make test   lint and tests"
 	@echo "make lint   ruff, mypy --strict, import rules"
 	@echo "make bench  benchmarks, side by side in one run"
