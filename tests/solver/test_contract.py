@@ -122,6 +122,22 @@ def test_static_moves_only_what_a_goal_asks_for() -> None:
     assert answer.moves == only.sum(), "only the experts that lived there alone must move"
 
 
+def test_eplb_gives_its_published_example() -> None:
+    load = [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
+    answer = solve(Problem.of(load, 8, 2, nodes=2, groups=4, policy="eplb"))
+    assert answer.placement.tolist() == [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
+    assert answer.strategy == "hierarchical"
+    assert solve(Problem.of(load, 8, 2, nodes=2, groups=3, policy="eplb")).strategy == "global"
+
+
+def test_eplb_fills_single_slots_in_order() -> None:
+    answer = solve(Problem.of([[9, 4, 7, 1]], 6, 1, policy="eplb"))
+    assert answer.placement.tolist() == [[0, 1, 2, 3, 0, 2]]
+
+
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(ProblemError, match="policy: is 'best'"):
         solve(problem("even", "best"))

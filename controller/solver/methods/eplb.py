@@ -19,7 +19,12 @@ from controller.solver.repair import repair
 
 
 def pack(weights: Sequence[float], rooms: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Longest first onto the lightest pack with room. Returns (pack, place in its pack) of each item."""
+    """Longest first onto the lightest pack with room. Returns (pack, place in its pack) of each item.
+
+    Packs of one item each are filled in order, as in the original: there is nothing to balance.
+    """
+    if max(rooms) == 1 and sum(rooms) >= len(weights):
+        return [pack for pack, room in enumerate(rooms) if room][: len(weights)], [0] * len(weights)
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
     heap = [(0.0, pack) for pack, room in enumerate(rooms) if room > 0]
     taken = [0] * len(rooms)
