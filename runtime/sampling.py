@@ -64,8 +64,10 @@ def choose(logits: NDArray[np.float32], wish: Sampling, position: int) -> Chosen
 
 
 def _draw(logits: NDArray[np.float32], wish: Sampling, position: int) -> int:
-    scaled = logits.astype(np.float64) / wish.temperature
-    weight = np.exp(scaled - scaled.max())
+    wide = logits.astype(np.float64)
+    # Shifted first: divided by a tiny temperature, logits would overflow and their difference be no number.
+    with np.errstate(over="ignore", under="ignore"):
+        weight = np.exp((wide - wide.max()) / wish.temperature)
     order = np.argsort(-weight, kind="stable")
     total = np.cumsum(weight[order])
     # The smallest set of likeliest tokens that holds at least top_p of the mass.

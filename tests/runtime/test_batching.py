@@ -131,6 +131,14 @@ def test_draws_follow_the_distribution() -> None:
     assert cut == {0, 1}
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-300, 5e-324])
+def test_a_temperature_near_0_takes_the_likeliest(temperature: float) -> None:
+    """Logits divided by it are beyond all numbers; the choice must not be."""
+    logits = np.array([-3.0, 9.0, 8.5, -400.0], dtype=np.float32)
+    for position in range(20):
+        assert choose(logits, Sampling(temperature, 0.9, 3), position).token == 1
+
+
 def test_greedy_takes_the_first_of_equals_and_tells_the_best() -> None:
     logits = np.array([0.0, 2.0, 2.0, 1.0], dtype=np.float32)
     chosen = choose(logits, Sampling(logprobs=3), 0)
