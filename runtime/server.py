@@ -66,7 +66,7 @@ def build_app(front: Front, text: Text, group: str, model: str) -> FastAPI:
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        prompt = text.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
+        prompt = _encoded(text, body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
         if len(body.stops) > MAX_STOPS:
             raise BadInput(f"at most {MAX_STOPS} stop strings, got {len(body.stops)}")
         seed = randbits(63) if body.seed is None else body.seed
@@ -99,6 +99,14 @@ def build_app(front: Front, text: Text, group: str, model: str) -> FastAPI:
         return _world(front, group, recent_since)
 
     return app
+
+
+def _encoded(text: Text, prompt: str) -> list[int]:
+    """JSON can carry halves of UTF-16 pairs, which stand for no character: no tokenizer has a token for one."""
+    try:
+        return text.encode(prompt)
+    except UnicodeEncodeError as error:
+        raise BadInput(f"the prompt is no text: character {error.start} is half of a surrogate pair") from None
 
 
 async def _pieces(front: Front, text: Text, ask: Ask, stops: tuple[str, ...]) -> AsyncGenerator[Piece, None]:

@@ -158,6 +158,13 @@ def test_bad_requests_are_problems(world: Serve, body: dict[str, Any], detail: s
     assert httpx.get(f"{world.url}/nothing").json()["code"] == "not_found"
 
 
+def test_half_a_surrogate_pair_is_a_problem(world: Serve) -> None:
+    raw = rb'{"prompt": "ab\ud83dx", "max_tokens": 2}'
+    answer = httpx.post(f"{world.url}/v1/completions", content=raw, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert "the prompt is no text: character 2 is half of a surrogate pair" in answer.json()["detail"]
+
+
 def test_models_world_and_metrics(world: Serve) -> None:
     assert httpx.get(f"{world.url}/v1/models").json()["data"][0]["id"] == "tiny"
     complete(world.url, prompt="x", max_tokens=2)
@@ -179,7 +186,8 @@ def test_a_client_that_leaves_frees_its_pages(world: Serve) -> None:
         "POST", f"{world.url}/v1/completions",
         json={"prompt": "long", "max_tokens": 900, "stream": True, "ignore_eos": True}, timeout=60,
     ) as stream:  # fmt: skip
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # Held: when it is collected the connection closes.
+        next(lines)
         _until(lambda: _sum(world, "running") == 1)
     _until(lambda: _sum(world, "running") == 0)
     with pytest.raises(httpx.ReadTimeout):
