@@ -50,7 +50,7 @@ def serve(options: ServeOptions) -> int:
     listener = _listen(options)
     try:
         if options.link_dir is not None:
-            Path(options.link_dir).mkdir(parents=True, exist_ok=True)
+            _make_link_dir(Path(options.link_dir))
         for name, value in ONE_THREAD.items():
             os.environ.setdefault(name, value)
         with _ranks(options) as (connections, processes):
@@ -75,6 +75,13 @@ def _model_folder(model: str) -> Path:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json is there")
     return folder
+
+
+def _make_link_dir(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--link-dir {path} can not be used: {error.strerror}") from error
 
 
 def _listen(options: ServeOptions) -> socket.socket:

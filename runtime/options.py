@@ -57,6 +57,8 @@ class ServeOptions:
         for name in ("window_steps", "max_tokens_per_step", "queue"):
             if getattr(self, name) < 1:
                 raise BadInput(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.spare_cells is not None and self.spare_cells < 0:
+            raise BadInput(f"--spare-cells must be at least 0, got {self.spare_cells}")
         if not 1.0 <= self.tick_ms <= 1000.0:
             raise BadInput(f"--tick-ms must be between 1 and 1000, got {self.tick_ms}")
         if self.collective_timeout_s <= 1.0:

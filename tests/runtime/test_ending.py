@@ -93,6 +93,7 @@ def _run(*options: str) -> tuple[int, str]:
 def test_bad_input_gives_one_sentence_and_exit_2(tmp_path: Path, checkpoint: Get) -> None:
     folder = str(checkpoint("olmoe"))
     link = ("--link-dir", str(tmp_path / "link"))
+    (tmp_path / "file").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = f"127.0.0.1:{taken.getsockname()[1]}"
         for options, sentence in (
@@ -102,8 +103,10 @@ def test_bad_input_gives_one_sentence_and_exit_2(tmp_path: Path, checkpoint: Get
             (("--model", folder, "--nodes", "a,b", "--world-size", "3"), "--nodes names 2 ranks"),
             (("--model", folder, "--ranks", "x"), "--ranks must look like"),
             (("--model", folder, "--master", "here"), "--master must be HOST:PORT"),
+            (("--model", folder, "--spare-cells", "-1"), "--spare-cells must be at least 0, got -1"),
+            (("--model", folder, "--http", "127.0.0.1:0", "--link-dir", str(tmp_path / "file")), "File exists"),
         ):
-            code, said = _run(*options, *link)
+            code, said = _run(*link, *options)
             assert (code, said.count("\n")) == (2, 1), said
             assert sentence in said
 
