@@ -12,6 +12,7 @@ EPlaneError
 │   ├── StoreDenied         wrong user, password, certificate or role: correct the settings (exit 2)
 │   ├── StoreFull           the store's disk quota is used up: compact, defragment, disarm the alarm (exit 5)
 │   ├── StoreRefused        the store rejected the request for the reason it gives: a mistake in the caller
+│   │   └── EndpointError      an address of the store is none: correct it (exit 2)
 │   ├── InvalidTransaction  not a transaction any store takes: correct the call
 │   │   ├── TooManyOperations  split it
 │   │   └── ValueTooLarge      store the value in parts
@@ -133,6 +134,12 @@ class StoreFull(StoreError):
 
 class StoreRefused(StoreError):
     """The store rejected the request as malformed."""
+
+
+class EndpointError(StoreRefused):
+    """An address of the store is none, or contradicts the TLS files. Correct the address."""
+
+    exit_code = 2
 
 
 class InvalidTransaction(StoreError):

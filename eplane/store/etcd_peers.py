@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from etcd3 import etcdrpc
 
-from eplane.errors import StoreDenied, StoreRefused
+from eplane.errors import EndpointError, StoreDenied, StoreRefused
 from eplane.store.etcd_wire import translate
 from eplane.store.once import Unanswered
 from eplane.store.tls import TlsFiles
@@ -56,7 +56,7 @@ class Peers:
             )
         self.endpoints = tuple(_address(endpoint, tls is not None) for endpoint in endpoints)
         if not self.endpoints:
-            raise StoreRefused("no etcd endpoint is given")
+            raise EndpointError("no etcd endpoint is given")
         self._tls = tls
         self._stamp: tuple[tuple[int, int, int] | None, ...] = ()
         self._options = _channel_options(keepalive_time_s, keepalive_timeout_s, tls.server_name if tls else None)
@@ -143,10 +143,11 @@ class Peers:
 def _address(endpoint: str, tls: bool) -> str:
     scheme, found, rest = endpoint.strip().rpartition("://")
     if found and scheme != ("https" if tls else "http"):
-        raise StoreRefused(f"endpoint {endpoint}: {scheme} {'with' if tls else 'without'} TLS files")
+        raise EndpointError(f"endpoint {endpoint}: {scheme} {'with' if tls else 'without'} TLS files")
     address = rest.rstrip("/")
-    if ":" not in address:
-        raise StoreRefused(f"endpoint {endpoint!r} is not host:port")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise EndpointError(f"endpoint {endpoint!r} is not host:port")
     return address
 
 

@@ -49,11 +49,17 @@ async def test_nobody_there_is_one_clear_sentence() -> None:
 
 @pytest.mark.parametrize(
     ("endpoints", "words"),
-    [([], "no etcd endpoint"), (["localhost"], "host:port"), (["https://localhost:1"], "without TLS")],
+    [
+        ([], "no etcd endpoint"),
+        (["localhost"], "host:port"),
+        (["localhost:x"], "host:port"),
+        (["https://localhost:1"], "without TLS"),
+    ],
 )
 def test_bad_settings_are_refused(endpoints: list[str], words: str) -> None:
-    with pytest.raises(StoreRefused, match=words):
+    with pytest.raises(StoreRefused, match=words) as caught:
         EtcdStore(endpoints)
+    assert caught.value.exit_code == 2
 
 
 def test_pings_that_etcd_punishes_are_refused() -> None:
