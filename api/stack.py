@@ -127,6 +127,11 @@ class Stack:
     def start(self, ready_s: float = 120.0) -> None:
         """Start everything and wait until it answers. On failure everything is stopped again."""
         self._take_run_dir()
+        try:
+            self._check_ports()
+        except BadInput:
+            self.stop()
+            raise
         self._supervisor = Supervisor(self._run_dir, self._on_event, Backoff())
         try:
             self._start_etcd(ready_s)
@@ -295,10 +300,28 @@ class Stack:
         with Client(ClientSettings(self.controller_urls, patience_s=limit_s)) as client:
             client.change("PATCH", path_of("v1", "groups", self.settings.group, "config"), body)
 
+    def _check_ports(self) -> None:
+        """A stranger on one of the ports would answer the health questions in place of the part that can not have it."""
+        s = self.settings
+        urls = (*self.controller_urls, *(self.runtime_urls if s.runtimes else ()))
+        for url in urls:
+            port = int(url.rpartition(":")[2])
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((LOOPBACK, port))
+                except OSError as error:
+                    raise BadInput(
+                        f"port {port} can not be had: {error.strerror}; choose another, 0 takes any"
+                    ) from None
+
     def _take_run_dir(self) -> None:
         """One stack a run directory: a lock that the kernel frees with the process."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (self._run_dir / "lock").open("w")
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            lock = (self._run_dir / "lock").open("w")
+        except OSError as error:
+            raise BadInput(f"the run directory {self._run_dir} can not be used: {error.strerror}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

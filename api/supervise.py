@@ -203,7 +203,8 @@ class Supervisor:
             return
         atexit.unregister(self.close)
         if self._thread.is_alive():
-            for name in reversed(list(self._processes)):
+            # Asked, not read: a caller may have been interrupted while its wish to start one more still waited.
+            for name in self._ask(lambda: list(reversed(self._processes))):
                 try:
                     self.stop(name)
                 except StackError as error:

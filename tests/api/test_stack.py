@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,22 @@ def test_one_stack_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pass
     with pytest.raises(StackError, match="has not been started"):
         _ = Stack(empty).supervisor
+
+
+@pytest.mark.parametrize("part", ["controller_port", "http_port"])
+def test_a_port_of_a_stranger_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The stranger may well answer the health question: then nothing would tell that it is not ours."""
+    monkeypatch.setenv("EPLANE_ETCD", "http://127.0.0.1:1")
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        taken = _settings(tmp_path, agents=False, **{part: port})
+        with pytest.raises(BadInput, match=f"port {port} can not be had: Address already in use"):
+            Stack(taken).start()
+        without = _settings(tmp_path, controllers=0, runtimes=False, agents=False, http_port=port)
+        with Stack(without):
+            pass
 
 
 def test_etcd_is_started_kept_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,6 +129,27 @@ def test_close_stops_the_last_started_first(tmp_path: Path) -> None:
     assert [e.name for e in events if e.kind is EventKind.STOPPED] == ["agent", "controller", "etcd"]
     with pytest.raises(StackError, match="closed"):
         supervisor.start(ProcessSpec("late", SLEEP))
+
+
+def test_what_was_asked_for_just_before_the_end_is_stopped_too(tmp_path: Path) -> None:
+    """A caller that is interrupted while it waits for its process to start goes on to close."""
+    entered, go = threading.Event(), threading.Event()
+
+    def observe(event: ProcessEvent) -> None:
+        if event.name == "first" and event.kind is EventKind.STARTED:
+            entered.set()
+            go.wait(10)
+
+    supervisor = Supervisor(tmp_path, observe, QUICK)
+    for name in ("first", "second"):
+        threading.Thread(target=supervisor.start, args=(ProcessSpec(name, SLEEP),)).start()
+        entered.wait(10)
+    closing = threading.Thread(target=supervisor.close)
+    closing.start()
+    time.sleep(0.2)
+    go.set()
+    closing.join(30)
+    assert {name: state.running for name, state in supervisor.states().items()} == {"first": False, "second": False}
 
 
 def test_names_are_checked(supervisor: Supervisor) -> None:
