@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import httpx
 
@@ -42,8 +42,8 @@ class ClientSettings:
         if not self.urls:
             raise BadInput("no controller address: give --url or set EPLANE_URL")
         for url in self.urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            parts = _parts(url)
+            if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
                 raise BadInput(f"{url!r} is no controller address; give one like {DEFAULT_URL}")
             if self.token_file and parts.scheme == "http" and not is_loopback(parts.hostname):
                 raise BadInput(f"a token is not sent to {url}: the line is not private, use https")
@@ -136,6 +136,15 @@ class Client:
             sentence = f"a controller sent us on to {location!r}, which is not followed: the line is not private"
             raise ApiProblem(Code.BAD_REQUEST.value, sentence, 307, EXIT_UNAVAILABLE)
         return location
+
+
+def _parts(url: str) -> SplitResult | None:
+    """None for what no URL can be: a bracket left open, a port beyond 65535."""
+    try:
+        parts = urlsplit(url)
+        return parts if parts.port is None or parts.port else None
+    except ValueError:
+        return None
 
 
 def _trust(settings: ClientSettings) -> ssl.SSLContext:

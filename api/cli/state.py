@@ -147,8 +147,9 @@ def load_table(value: dict[str, Any]) -> str:
 
 def layer_table(value: dict[str, Any], layer: int) -> str:
     by_rank: list[list[float]] = value.get("rank_load") or []
-    if layer >= len(by_rank):
-        return f"no load of layer {layer}; there are {len(by_rank)} layers"
+    if not by_rank:
+        return "no load window yet"
+    _must_exist(layer, len(by_rank))
     top = max(by_rank[layer]) or 1.0
     return columns(("RANK", "TOKENS", ""), [(r, int(t), bar(t / top)) for r, t in enumerate(by_rank[layer])])
 
@@ -156,6 +157,8 @@ def layer_table(value: dict[str, Any], layer: int) -> str:
 def placement_table(value: dict[str, Any], layer: int | None) -> str:
     table: list[list[int]] = value["p2l"]
     ranks = int(value["ranks"])
+    if layer is not None:
+        _must_exist(layer, len(table))
     rows = []
     for index, row in enumerate(table):
         if layer is None or index == layer:
@@ -164,6 +167,13 @@ def placement_table(value: dict[str, Any], layer: int | None) -> str:
                 held = row[rank * slots : (rank + 1) * slots]
                 rows.append((index, rank, " ".join("." if e < 0 else str(e) for e in held)))
     return f"epoch {value.get('epoch')}, digest {value.get('digest')}\n" + columns(("LAYER", "RANK", "EXPERTS"), rows)
+
+
+def _must_exist(layer: int, layers: int) -> None:
+    from eplane.errors import BadInput
+
+    if layer >= layers:
+        raise BadInput(f"--layer {layer}: there are {layers} layers, counted from 0")
 
 
 def nodes_table(rows: list[dict[str, Any]]) -> str:

@@ -163,7 +163,7 @@ def test_a_token_goes_only_where_the_line_is_private(
 def test_settings_are_checked(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no controller address"):
         ClientSettings(())
-    for wrong in ("localhost:7070", "ftp://h", "http://"):
+    for wrong in ("localhost:7070", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://h:0", "http://h:x"):
         with pytest.raises(BadInput, match="no controller address"):
             ClientSettings((wrong,))
     with pytest.raises(BadInput, match="use https"):
