@@ -29,7 +29,10 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """A change: from `before` to `after`, in waves, with what every goal says of it. `at_step`: the newest it knew of."""
+    """A change: from `before` to `after`, in waves, with what every goal says of it.
+
+    `world`, `at_step`: the newest step it knew of, counted in the life of that world.
+    """
 
     before: Split
     after: Split
@@ -40,6 +43,7 @@ class Found:
     policy: str
     sentences: tuple[str, ...]
     at_step: int
+    world: str
 
     @property
     def target(self) -> Placement:
@@ -110,7 +114,7 @@ class Decider:
         case = Case(world, facts.placement, target, waves, settings, worth, facts.spent)
         forced = must_move(case)
         verdict = judge(replace(case, forced=forced), ALL)
-        return Found(before, after, waves, worth, verdict, forced, policy, sentences, facts.last_step)
+        return Found(before, after, waves, worth, verdict, forced, policy, sentences, facts.last_step, world.world)
 
     async def split(self, facts: Facts, placement: Placement) -> Split:
         """A placement with the best shares for the load window, where the engine can weigh them; else even ones."""
@@ -123,9 +127,13 @@ class Decider:
         return await self._solver.shares(placement.p2l, placement.ranks, facts.load, facts.settings.solver_timeout_s)
 
     def waiting(self, facts: Facts) -> Found | None:
-        """The change that waits to be confirmed, while it still starts from the live placement."""
+        """The change that waits to be confirmed, while it still starts from the live placement.
+
+        A world that was started again with the same placement counts its steps anew: nothing would be later than it.
+        """
         found = self._waiting
-        if found is not None and found.before.placement.digest != facts.placement.digest:
+        base = (facts.world.world, facts.placement.digest)
+        if found is not None and (found.world, found.before.placement.digest) != base:
             found = self._waiting = None
         return found
 

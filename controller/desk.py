@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller import views
+from controller.decide import Found
 from controller.explain import anomalies, explain
 from controller.facts import gather
 from controller.goals import ALL
@@ -24,6 +25,9 @@ from eplane.transactions import Transaction
 
 Json = Any
 MAX_RANKS_A_REPORT = 4096
+# A person is offered moves that save at least this part of the predicted step time, or, with the option ANYWAY, any.
+LEAST_OFFERED = 0.001
+ANYWAY = "anyway"
 # What a person may set for one proposal: the solver's own fields that bend no hard goal of the group.
 OPTIONS = frozenset(
     {"window", "move_weight", "max_moves", "budget_ms", "forecast", "strategy", "rank_cost", "slot_budget"}
@@ -111,14 +115,17 @@ class Desk:
     ) -> Json:
         """A plan, stored but not begun; or one sentence why there is none."""
         lead = self._lead()
+        fields, anyway = _options(options or {})
         async with lead.deciding:
             facts = gather(lead.state, self.group.book, self.group.clock.now())
             if facts is None:
                 raise Conflict("no world has been adopted yet: there is nothing to plan for")
             wanted = self._policy(facts.settings, policy)
-            found = await lead.decider.find(facts, wanted, _options(options or {}))
+            found = await lead.decider.find(facts, wanted, fields)
             if found is None:
                 return f"{wanted} finds no better placement than the live one"
+            if not (found.forced or anyway) and not found.estimate.part >= LEAST_OFFERED:
+                return _nothing_to_gain(wanted, found)
             self._no_hard_no(found.verdict.decisions)
             plan = await lead.plan(facts, found, actor, reason or found.estimate.sentence)
         return self._shown(plan)
@@ -298,11 +305,23 @@ def _present(lead: Lead) -> GroupSettings:
         return GroupSettings()
 
 
-def _options(options: Mapping[str, Json]) -> dict[str, Json]:
+def _options(options: Mapping[str, Json]) -> tuple[dict[str, Json], bool]:
+    """Fields of the solver, and whether to offer the plan whatever it gains."""
     for name in options:
-        if name not in OPTIONS:
-            raise Invalid(f"options.{name}"[:80], f"is not known; known are {', '.join(sorted(OPTIONS))}")
-    return dict(options)
+        if name not in OPTIONS | {ANYWAY}:
+            raise Invalid(f"options.{name}"[:80], f"is not known; known are {', '.join(sorted(OPTIONS | {ANYWAY}))}")
+    anyway = options.get(ANYWAY, False)
+    if not isinstance(anyway, bool):
+        raise Invalid(f"options.{ANYWAY}", "must be true or false")
+    return {name: value for name, value in options.items() if name != ANYWAY}, anyway
+
+
+def _nothing_to_gain(policy: str, found: Found) -> str:
+    worth, moves = found.estimate, sum(len(wave.loads) for wave in found.waves)
+    return (
+        f"{policy} finds nothing to gain: {moves} moves would change balancedness from {worth.balancedness_before:.3f} "
+        f"to {worth.balancedness_after:.3f} and save {worth.part:.1%} of the step time"
+    )
 
 
 def _items(body: Mapping[str, Json], name: str) -> list[Json]:

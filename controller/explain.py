@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from controller.group import Group
-from eplane.errors import NotFound
+from eplane.errors import NotFound, RecordError
 from eplane.migration import MigrationState
 from eplane.records import HistoryKind
 from eplane.wave import WaveState
@@ -91,12 +91,31 @@ def _of_control(group: Group, trouble: str | None) -> list[Json]:
     pause = state.pause()
     if pause is not None:
         result.append(_item("notice", "paused", f"paused by {pause.actor}: {pause.reason}"))
+    result += [_item("warning", "setting", sentence) for sentence in _idle_settings(group)]
     absent = list(state.absent())
     if absent:
         result.append(
             _item("warning", "agent_absent", f"no agent on {', '.join(absent)}: no wave can go on there", nodes=absent)
         )
     return result
+
+
+def _idle_settings(group: Group) -> list[str]:
+    """Settings that name what the adopted world does not have: a slip of the pen that would otherwise do nothing."""
+    world = group.state.world()
+    if world is None:
+        return []
+    try:
+        settings = group.state.settings()
+    except RecordError:
+        return []  # The verdict tells it.
+    shape, nodes = world.world.shape, world.world.nodes
+    strange = [node for node in settings.drained if node not in nodes]
+    told = [f"drained names {node}, which is no node of this world: {', '.join(nodes)}" for node in strange]
+    for layer, expert, rank in settings.pinned:
+        if layer >= shape.layers or expert >= shape.experts or rank >= world.world.ranks:
+            told.append(f"the pin [{layer}, {expert}, {rank}] names what this world does not have")
+    return told
 
 
 def _of_work(group: Group) -> list[Json]:

@@ -22,7 +22,9 @@ def rebalance(
     policy: Annotated[str | None, typer.Option(help="Policy; default: the one of the group's settings.")] = None,
     execute: Execute = False,
     wait: Wait = False,
-    option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for policy and planner; repeatable.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for the policy; anyway=true: also without gain.")
+    ] = None,
 ) -> None:
     """Compute a plan that levels the load. Dry by default: --execute carries it out."""
     body = {"policy": policy, "options": settings_of(option or [], "--option")}

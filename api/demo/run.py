@@ -220,7 +220,8 @@ def _ask_for_moves(controllers: Sequence[str]) -> None:
     """Propose a placement from scratch, and execute it."""
     with Client(ClientSettings(tuple(controllers))) as client:
         group = path_of("v1", "groups", GROUP)
-        proposed = client.change("POST", f"{group}/plans", {"policy": "eplb", "reason": "reach the planted fault"})
+        wish = {"policy": "eplb", "reason": "reach the planted fault", "options": {"anyway": True}}
+        proposed = client.change("POST", f"{group}/plans", wish)
         plan = proposed["plan"]
         if plan is not None:
             body = {"reason": "reach the planted fault"}
@@ -240,7 +241,7 @@ def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -
         spare_cells=settings.spare_layers * LAYERS,
         mode="auto",
         ttl_s=3.0,
-        window_steps=12,
+        window_steps=8,
         fault=settings.fault,
         env=chaos.environment() if chaos else {},
         group_settings={
@@ -250,8 +251,8 @@ def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -
             "interval_s": 1.0,
             "cooldown_s": 2.0,
             "window": 8,
-            "min_gain": 0.04,
-            "min_window_tokens": 1500,
+            "min_gain": 0.02,
+            "min_window_tokens": 6000,
             # Dearer than the loopback link alone would make them: fewer moves, and hardly less balance.
             "move_weight": 0.003,
             "bytes_per_s": BYTES_PER_S,

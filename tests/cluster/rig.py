@@ -228,7 +228,8 @@ class Cluster:
             old = self._older_epoch()
             try:
                 if old is None:
-                    answer = self.change("POST", "plans", {"reason": "the load is tilted"})
+                    wish = {"reason": "the load is tilted", "options": {"anyway": True}}
+                    answer = self.change("POST", "plans", wish)
                 else:
                     answer = self.change("POST", "rollback", {"reason": "and back again", "to_epoch": old})
             except ApiProblem as problem:

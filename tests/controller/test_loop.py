@@ -283,6 +283,20 @@ async def test_a_change_that_later_traffic_does_not_confirm_is_dropped(rig: Rig)
     assert leader.group.state.migrations() == ()
 
 
+async def test_a_change_of_an_earlier_world_does_not_wait_for_steps_that_never_come(rig: Rig) -> None:
+    leader = await loaded(rig, confirm=True)
+    assert (await leader.cycle()).kind is VerdictKind.CONFIRMING
+    rig.nodes = Nodes(rig.store, rig.clock, start_placement(), world="c" * 16)
+    await rig.nodes.appear()
+    await rig.nodes.report(leader.desk)
+    await leader.turns()
+    await rig.nodes.report(leader.desk, tilted(), 2)
+    assert (await leader.cycle()).kind is VerdictKind.CONFIRMING
+    assert leader.solver.asked == 2
+    await rig.nodes.report(leader.desk, tilted(), 2)
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+
+
 async def test_stable_traffic_starts_nothing_more(rig: Rig) -> None:
     leader = await migrated(rig, min_gain=0.05)
     rng = np.random.default_rng(3)
@@ -410,6 +424,22 @@ async def test_the_epoch_a_person_saw_must_be_the_live_one(rig: Rig) -> None:
         await leader.desk.execute(plan["id"], 1, "ops", "")
 
 
+async def test_moves_that_gain_nothing_are_not_offered_unless_asked_for(rig: Rig) -> None:
+    leader = await rig.adopted()
+    await settings(rig.store, **BASE)
+    level = np.full((LAYERS, EXPERTS), 400.0)
+    level[:, 0] += 1
+    await rig.nodes.report(leader.desk, level, 4)
+    told = await leader.desk.propose("eplb", "ops", "try")
+    assert isinstance(told, str)
+    assert told.startswith("eplb finds nothing to gain: ")
+    assert leader.group.state.plans() == ()
+    plan = await leader.desk.propose("eplb", "ops", "try", {"anyway": True})
+    assert plan["state"] == "PROPOSED"
+    with pytest.raises(Invalid, match=r"options\.anyway: must be true or false"):
+        await leader.desk.propose("eplb", "ops", "try", {"anyway": 1})
+
+
 async def test_a_rollback_is_a_plan_like_any_other(rig: Rig) -> None:
     leader = await migrated(rig)
     plan = await leader.desk.rollback(1, "ops", "undo")
@@ -436,6 +466,17 @@ async def test_settings_change_while_it_runs_and_bad_ones_name_their_field(rig: 
         await leader.desk.set_mode("turbo", "ops", "")
     with pytest.raises(Invalid, match=r"options\.drained"):
         await leader.desk.propose(None, "ops", "", {"drained": [0]})
+
+
+async def test_settings_that_name_what_is_not_there_are_an_anomaly(rig: Rig) -> None:
+    leader = await loaded(rig)
+    assert [item for item in await leader.desk.anomalies() if item["kind"] == "setting"] == []
+    await leader.desk.set_settings({"drained": ["n7"], "pinned": [[0, 0, 0], [0, 0, RANKS]]}, "ops", "typo")
+    told = [item["sentence"] for item in await leader.desk.anomalies() if item["kind"] == "setting"]
+    assert told == [
+        "drained names n7, which is no node of this world: n0, n1",
+        f"the pin [0, 0, {RANKS}] names what this world does not have",
+    ]
 
 
 async def test_bad_reports_are_refused_by_themselves(rig: Rig) -> None:
