@@ -7,6 +7,9 @@ tokens still to run.
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import struct
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -74,6 +77,8 @@ class Totals:
 
 
 RECENT_STEPS = 65536
+SEND_LIMIT_S = 5.0
+"""A rank reads at once, in a thread of its own. One that has not for so long stands still, and its world with it."""
 
 
 class Front:
@@ -81,6 +86,8 @@ class Front:
 
     def __init__(self, ranks: dict[int, Connection]) -> None:
         self.ranks = {number: Rank(number, connection) for number, connection in ranks.items()}
+        for connection in ranks.values():
+            _limit_sends(connection, SEND_LIMIT_S)
         self.state = WorldState.STARTING
         self.reason = "the ranks are loading the model"
         self.exit_code = wire.EXIT_WORLD_LOST
@@ -190,6 +197,8 @@ class Front:
             self.totals.failed += 1
 
     def _tell(self, rank: Rank, kind: str, **fields: object) -> None:
+        if self.state is WorldState.LOST:
+            return
         try:
             wire.send(rank.connection, kind, **fields)
         except OSError:
@@ -233,3 +242,11 @@ class Front:
             starting = self.state is WorldState.STARTING
             code = int(message["code"]) if starting else wire.EXIT_WORLD_LOST
             self.end(WorldState.LOST, str(message["reason"]), code)
+
+
+def _limit_sends(connection: Connection, seconds: float) -> None:
+    """Let a send fail with an OSError once the pipe has been full for `seconds`: it must not hold up the loop for ever."""
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))  # struct timeval
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplane.errors import BadInput, QueueFull
+from eplane.errors import BadInput, QueueFull, WorldEnded
+from runtime import wire
+from runtime.front import Ask, Front, WorldState
 from runtime.kvcache import PAGE_TOKENS, PagePool, pages_for
 from runtime.sampling import Chosen, Sampling, choose, log_probabilities
 from runtime.scheduler import Finish, Request, Scheduler
@@ -137,6 +142,29 @@ def test_a_temperature_near_0_takes_the_likeliest(temperature: float) -> None:
     logits = np.array([-3.0, 9.0, 8.5, -400.0], dtype=np.float32)
     for position in range(20):
         assert choose(logits, Sampling(temperature, 0.9, 3), position).token == 1
+
+
+async def test_a_rank_that_stands_still_ends_the_world_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pipe fills up; a send that waited for ever would keep the other ranks' last words from being read."""
+    monkeypatch.setattr("runtime.front.SEND_LIMIT_S", 0.1)
+    ours, theirs = multiprocessing.Pipe()
+    front = Front({0: ours})
+    front.listen()
+    wire.send(theirs, wire.READY, vocabulary=260, context=100_000)
+    await front.changed.wait()
+    front.changed.clear()
+    early = front.run(Ask((65,), 4))
+    wire.send(theirs, wire.TOKENS, items=[[1, 66, -1.0, None, []]])
+    assert (await anext(early)).token == 66
+    waiting = [asyncio.ensure_future(anext(front.run(Ask((65,) * 50_000, 4)))) for _ in range(20)]
+    await asyncio.wait_for(front.changed.wait(), 20)
+    assert (front.state, front.reason) == (WorldState.LOST, "the world is lost: rank 0 is gone")
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(answer) for answer in ended} == {WorldEnded}
+    monkeypatch.setattr("runtime.front.wire.send", None)
+    await early.aclose()  # Takes nothing back from a world that is lost: each try would cost the loop the limit again.
+    ours.close()
+    theirs.close()
 
 
 def test_greedy_takes_the_first_of_equals_and_tells_the_best() -> None:
