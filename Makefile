@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
-DEMO_ARGS ?= --ranks 4 --nodes 2 --controllers 2 --seconds 180 --json out.json
+DEMO_ARGS ?= --ranks 4 --nodes 2 --controllers 2 --seconds 200 --json out.json
 TEST_ARGS ?=
 
 .PHONY: demo test lint venv bench etcd clean help

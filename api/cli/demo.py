@@ -12,7 +12,7 @@ def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are spread over.")] = 2,
     controllers: Annotated[int, typer.Option(min=1, help="Controllers; one of them leads.")] = 2,
-    seconds: Annotated[float, typer.Option(help="Seconds of traffic; the last 60 are without a shift.")] = 150.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of traffic; the last 60 are without a shift.")] = 200.0,
     json: Annotated[Path, typer.Option(help="Where the result is written.")] = Path("out.json"),
     png: Annotated[Path, typer.Option(help="Where the picture is written.")] = Path("out.png"),
     policy: Annotated[str, typer.Option(help="Placement policy; 'static' moves nothing.")] = "eplane",
@@ -20,7 +20,7 @@ def demo(
     fault: Annotated[
         str | None, typer.Option(help="Plant a fault that must be caught: wrong-bundle, mixed-epoch or skip-digest.")
     ] = None,
-    clients: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 12,
+    clients: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 1,
     run_dir: Annotated[
         Path | None, typer.Option(help="Keep logs and state here instead of a temporary folder.")

@@ -13,6 +13,8 @@ from api.demo.script import Phase
 from eplane.placement import Placement
 
 FloatTable = NDArray[np.float64]
+# A phase is judged on at least so many windows after its first retired wave.
+LEAST_WINDOWS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +58,8 @@ class PhaseBalance:
     """Token-weighted mean balancedness of one phase.
 
     static: the start placement on the same counters as `after`; before: from the phase's start to its first retired
-    wave; after: all windows from the first retired wave to the end of the phase (of the whole phase if no wave
-    retired). None where there was no window.
+    wave; after: all windows from the first retired wave to the end of the phase, at least 3 (of the whole phase if no
+    wave retired in time). None where there was no window.
     """
 
     domain: str
@@ -119,6 +121,9 @@ class Ledger:
         else:
             before = [t for t in inside if t.at_s < first]
             after = [t for t in inside if t.at_s >= first]
+            if len(after) < LEAST_WINDOWS:
+                # Too late to show in this phase: all of it counts, as if nothing had moved.
+                before, after = inside, inside
         return PhaseBalance(
             phase.domain,
             phase.start_s,

@@ -32,7 +32,7 @@ class DemoSettings:
     ranks: int = 4
     nodes: int = 2
     controllers: int = 2
-    seconds: float = 150.0
+    seconds: float = 200.0
     json_path: Path = Path("out.json")
     png_path: Path = Path("out.png")
     policy: str = "eplane"
@@ -41,11 +41,11 @@ class DemoSettings:
     run_dir: Path | None = None
     slots: int = 10
     spare_layers: int = 2
-    clients: int = 8
+    clients: int = 20
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.seconds < QUIET_S + 40:
+        if not QUIET_S + 40 <= self.seconds < float("inf"):
             raise BadInput(
                 f"--seconds {self.seconds:g}: the last {QUIET_S:g} s are quiet and four phases come before them; "
                 f"give at least {QUIET_S + 40:g}"

@@ -38,7 +38,15 @@ def test_three_shifts_come_before_the_quiet_minute() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"seconds": 30.0}, {"fault": "none"}, {"chaos": True, "controllers": 1}, {"clients": 0}]
+    "wrong",
+    [
+        {"seconds": 30.0},
+        {"seconds": float("nan")},
+        {"seconds": float("inf")},
+        {"fault": "none"},
+        {"chaos": True, "controllers": 1},
+        {"clients": 0},
+    ],
 )
 def test_settings_that_can_not_be_played_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(BadInput):
@@ -63,17 +71,19 @@ def test_a_phase_is_cut_at_its_first_retired_wave() -> None:
     ledger = Ledger(linear(1, 4, 2, 2))
     ledger.saw_step(0.0, 0)
     ledger.saw_step(100.0, 1000)
-    ledger.add([window(100, [3.0, 1.0], [2, 1, 1, 0]), window(200, [30.0, 10.0]), window(300, [20.0, 20.0])])
+    ledger.add([window(100, [3.0, 1.0], [2, 1, 1, 0]), window(200, [30.0, 10.0])])
+    ledger.add(window(at, [20.0, 20.0]) for at in (300, 400, 500))
     phase = phases(400.0)[0]
     cut = ledger.phase(phase, [25.0])
     # Weighed by tokens: 4 and 40 before the wave, both at 2/3.
     assert cut.before == pytest.approx(2 / 3)
     assert cut.after == pytest.approx(1.0)
     assert cut.static == pytest.approx(1.0)
-    assert cut.windows_after == 1
+    assert cut.windows_after == 3
     whole = ledger.phase(phase, [])
     assert whole.before == whole.after
-    assert whole.windows_after == 3
+    assert whole.windows_after == 5
+    assert ledger.phase(phase, [45.0]) == whole, "two windows are too few to judge a wave by"
 
 
 def test_where_nothing_may_move_static_is_what_was_served() -> None:
