@@ -28,6 +28,7 @@ from api.demo.watch import Watcher
 from api.stack import Stack, StackSettings
 from api.supervise import EventKind, ProcessEvent
 from controller.solver import policies
+from controller.solving import SolverProcess
 from eplane.errors import BadInput, StackError
 
 GROUP = "demo"
@@ -38,6 +39,7 @@ BYTES_PER_S = 2_000_000.0
 EXIT_WORLD_LOST = 70
 # After the traffic: the time in which the last windows come in.
 SETTLE_S = 2.0
+WARM_S = 300.0
 LAYERS = 8
 
 
@@ -54,6 +56,8 @@ def run(settings: DemoSettings) -> Result:
             if event.kind is EventKind.ENDED and event.name.startswith("runtime"):
                 stops.append(event)
 
+        _say("getting the solver ready (the first time it is compiled, which takes a while) ...")
+        asyncio.run(_warm_solver())
         stack = Stack(_stack_settings(settings, folder, chaos), note)
         _say("starting etcd, controllers, ranks and agents ...")
         with stack:
@@ -214,6 +218,15 @@ class _Play:
             "outcome": seen["outcome"] or seen["state"],
             "sentence": seen["sentence"],
         }
+
+
+async def _warm_solver() -> None:
+    """Compile its kernels now, once for all controllers, rather than in the first phase of the traffic."""
+    solver = SolverProcess()
+    try:
+        await solver.warm(WARM_S)
+    finally:
+        await solver.close()
 
 
 def _ask_for_moves(controllers: Sequence[str]) -> None:
