@@ -64,7 +64,8 @@ def run(settings: DemoSettings) -> Result:
             played = asyncio.run(_Play(settings, stack, chaos, stops).play())
         _say(f"checking {played.traffic.tally.tokens} returned tokens against one rank ...")
         judgement = judge(played.traffic.tally.answered, MODEL)
-    return played.result(judgement)
+        # The kill log lies in the folder, so it is read before that goes.
+        return played.result(judgement)
 
 
 class _Play:
