@@ -35,6 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 async def serve(args: argparse.Namespace) -> int:
     from agent.daemon import build
     from agent.settings import AgentSettings
+    from eplane.settings import Secret
     from eplane.store.etcd import EtcdStore
     from eplane.store.tls import TlsFiles
 
@@ -45,7 +46,7 @@ async def serve(args: argparse.Namespace) -> int:
         link_dir=args.link_dir,
         ttl_s=args.ttl,
         report_every_s=args.report_every,
-        token=token,
+        token=Secret(token) if token else None,
         verify_tls=str(args.api_ca) if args.api_ca else True,
     )
     tls = TlsFiles(args.etcd_ca, args.etcd_cert, args.etcd_key) if args.etcd_ca else None

@@ -53,7 +53,7 @@ class Reporter:
         self._settings = settings
         self._incarnation = incarnation
         self._monotonic = monotonic
-        headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
+        headers = {"Authorization": f"Bearer {settings.token.reveal()}"} if settings.token else {}
         self._http = httpx.AsyncClient(
             timeout=settings.request_timeout_s, headers=headers, verify=settings.verify_tls, trust_env=False
         )

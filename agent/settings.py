@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eplane.errors import SettingsError
+from eplane.errors import NameRefused
 from eplane.keys import check_name
+from eplane.settings import Secret, Settings, setting
 
 
 @dataclass(frozen=True, slots=True)
-class AgentSettings:
+class AgentSettings(Settings):
     """One agent: its `group` and `node`, where the store is, where the engine's sockets and counters lie.
 
     ttl_s: presence lease. report_every_s: how often load is read and posted. describe_every_s: how often the ranks are
@@ -21,27 +23,22 @@ class AgentSettings:
     group: str
     node: str
     link_dir: Path
-    ttl_s: float = 3.0
-    report_every_s: float = 0.5
-    describe_every_s: float = 10.0
-    move_every_s: float = 0.1
-    replay_windows: int = 16
-    queue_windows: int = 512
-    request_timeout_s: float = 2.0
-    token: str | None = None
+    # A shorter lease can not be kept alive.
+    ttl_s: float = setting(3.0, low=1)
+    report_every_s: float = setting(0.5, low=0, above=True)
+    describe_every_s: float = setting(10.0, low=0, above=True)
+    move_every_s: float = setting(0.1, low=0, above=True)
+    replay_windows: int = setting(16, low=1)
+    queue_windows: int = setting(512, low=1)
+    request_timeout_s: float = setting(2.0, low=0, above=True)
+    token: Secret | None = None
     verify_tls: str | bool = True
 
-    def __post_init__(self) -> None:
-        check_name("group", self.group)
-        check_name("node", self.node)
-        if self.ttl_s < 1:
-            raise SettingsError("ttl_s", f"a lease of {self.ttl_s} s cannot be kept alive; give at least 1 s")
-        for name in ("report_every_s", "describe_every_s", "move_every_s", "request_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise SettingsError(name, f"must be above 0, got {getattr(self, name)}")
-        if not 1 <= self.replay_windows <= self.queue_windows:
-            raise SettingsError("replay_windows", f"must lie between 1 and queue_windows ({self.queue_windows})")
-
-    def __repr__(self) -> str:
-        shown = {name: getattr(self, name) for name in self.__slots__ if name != "token"}
-        return f"AgentSettings({shown}, token={'set' if self.token else None})"
+    def rules(self) -> Iterator[tuple[str, str]]:
+        for name in ("group", "node"):
+            try:
+                check_name(name, getattr(self, name))
+            except NameRefused as error:
+                yield name, error.reason
+        if self.replay_windows > self.queue_windows:
+            yield "replay_windows", f"must not exceed queue_windows ({self.queue_windows})"

@@ -68,8 +68,6 @@ async def _run(
     # Late, so that an option that is refused costs no import of the solver.
     from controller.daemon import Controller
 
-    # Late, so that an option that is refused costs no import of the solver.
-
     store = EtcdStore([part.strip() for part in options.etcd.split(",") if part.strip()], tls=tls)
     try:
         # Asked once before anything is served: who starts a controller on a dead store wants to hear it.

@@ -107,10 +107,6 @@ class Ledger:
         at = np.interp(middle, steps, times)
         return [Timed(float(t), w) for t, w in zip(at, ordered, strict=True) if w.tokens > 0]
 
-    def step_time(self, step: int) -> float:
-        steps = [s for _, s in self._steps]
-        return float(np.interp(step, steps, [t for t, _ in self._steps])) if steps else 0.0
-
     def phase(self, phase: Phase, retired_at: Sequence[float]) -> PhaseBalance:
         """The balance of one phase, given when waves retired."""
         inside = [t for t in self.timed() if phase.start_s <= t.at_s < phase.end_s]

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.live import Live
 
 from api.client import Client, ClientSettings, path_of
@@ -40,7 +41,6 @@ EXIT_WORLD_LOST = 70
 # After the traffic: the time in which the last windows come in.
 SETTLE_S = 2.0
 WARM_S = 300.0
-LAYERS = 8
 
 
 def run(settings: DemoSettings) -> Result:
@@ -122,7 +122,7 @@ class _Play:
         raise StackError(f"the world of the ranks was not adopted within a minute: {trouble}")
 
     async def _look_on(self, clients: asyncio.Task[None]) -> None:
-        screen = view.console()
+        screen = Console()
         live = Live(console=screen, screen=False, auto_refresh=False) if screen.is_terminal else None
         said = -math.inf
         with live or contextlib.nullcontext():
@@ -252,7 +252,6 @@ def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -
         nodes=settings.nodes,
         controllers=settings.controllers,
         slots=settings.slots,
-        spare_cells=settings.spare_layers * LAYERS,
         mode="auto",
         ttl_s=3.0,
         window_steps=8,

@@ -11,7 +11,6 @@ from eplane.errors import BadInput
 DOMAINS = ("python", "chinese", "english", "python")
 # The last minute is played without a shift: nothing may move in it.
 QUIET_S = 60.0
-# After the last shift the controller needs this part of the shifting time to level the load before the quiet minute.
 FAULTS = ("wrong-bundle", "mixed-epoch", "skip-digest")
 
 
@@ -40,7 +39,6 @@ class DemoSettings:
     fault: str | None = None
     run_dir: Path | None = None
     slots: int = 10
-    spare_layers: int = 2
     clients: int = 20
     seed: int = 1
 
@@ -54,8 +52,8 @@ class DemoSettings:
             raise BadInput(f"--fault {self.fault}: must be one of {', '.join(FAULTS)}")
         if self.chaos and self.controllers < 2:
             raise BadInput("--chaos kills the leader: give --controllers 2 or more, so that another takes over")
-        if self.clients < 1 or self.slots < 1 or self.spare_layers < 1:
-            raise BadInput("clients, slots and spare cells must be at least 1")
+        if self.clients < 1 or self.slots < 1:
+            raise BadInput("clients and slots must be at least 1")
 
 
 def phases(seconds: float) -> tuple[Phase, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -106,7 +106,3 @@ def line(frame: Frame) -> str:
         f"{frame.seconds:5.0f} s  {frame.phase.domain:<8} balancedness {level}  epoch {frame.seen.status.get('epoch', '-')}  "
         f"requests {frame.answered} ok {frame.failed} failed  tokens {frame.tokens}{moving}"
     )
-
-
-def console() -> Console:
-    return Console()
