@@ -72,6 +72,10 @@ class Problem:
     forecast        False: take the load window as it is, look neither ahead nor back
     min_tokens      a layer with fewer in the window stays as it is
     min_improvement a layer moves only when its predicted slowest rank gains this part
+    routing_sample  for each layer [n, K] experts that single tokens of the load window went to, -1 pads; None: no sample
+    cross_node_weight  price of one more node touched by each token, in units of max/mean rank load of one layer; None:
+                    derived or the default, 0: nodes touched do not count
+    node_slack      part by which the predicted slowest rank may be slower for fewer nodes touched
     """
 
     load: Floats
@@ -103,6 +107,9 @@ class Problem:
     forecast: bool
     min_tokens: float
     min_improvement: float
+    routing_sample: tuple[Ints, ...] | None
+    cross_node_weight: float | None
+    node_slack: float
 
     @classmethod
     def of(cls, load: Any, ranks: int, slots_per_rank: Any, **fields: Any) -> Problem:
