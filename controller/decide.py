@@ -1,22 +1,35 @@
-"""From facts to a change worth making: solve from the present placement, judge by every goal, confirm on later traffic."""
+"""From facts to a change worth making: solve from the present placement, judge by every goal, confirm on later traffic.
+
+Neither store nor clock: what the controller decides on facts it observed, a simulation decides on facts it replays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from controller.facts import Facts
-from controller.gate import Estimate, Split, confirmed, estimate
+from controller.gate import Estimate, Split, confirmed, estimate, level
 from controller.goals import ALL, Case, Verdict, judge
 from controller.goals.hard import drained_rank, too_few_replicas, unpinned
 from controller.planner import Room, keep_slots, plan_waves
 from controller.solver import Answer
+from controller.verdict import VerdictKind
+from eplane.errors import AnswerError, EPlaneError, Infeasible, PlanImpossible, ProblemError, SolverFailed
 from eplane.load import FloatLoad
-from eplane.placement import FloatTable, IntTable, Placement
-from eplane.plan import WavePlan
+from eplane.placement import FloatTable, IntTable, Placement, check_shares
+from eplane.plan import Ruling, WavePlan
+
+# A new split is worth telling when it levels the load by this much more than the one that is out.
+LEAST_SHARE_GAIN = 0.005
+# What can go wrong while a change is looked for; nothing is changed then.
+UNDECIDED = (Infeasible, PlanImpossible, SolverFailed, ProblemError, AnswerError)
+
+Said = tuple[VerdictKind, str]
 
 
 class Solver(Protocol):
@@ -84,12 +97,87 @@ def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = No
     return {**problem, **(options or {})}
 
 
-class Decider:
-    """Finds changes for one group. Keeps the one that waits for later traffic to confirm it."""
+def too_little(facts: Facts) -> Said | None:
+    """Why there is nothing yet to judge by, if so."""
+    if facts.enough():
+        return None
+    tokens, needed = facts.load.sum(axis=1).max(), facts.settings.min_window_tokens
+    return VerdictKind.NO_LOAD, f"the load window has {tokens:.0f} of {needed} tokens a layer"
 
-    def __init__(self, solver: Solver) -> None:
+
+def undecided(error: EPlaneError) -> Said:
+    """The verdict of a cycle in which one of UNDECIDED came up."""
+    return (VerdictKind.INFEASIBLE if isinstance(error, Infeasible | PlanImpossible) else VerdictKind.FAILED), str(
+        error
+    )
+
+
+class Decider:
+    """Finds changes for one group. Keeps the one that waits for later traffic to confirm it.
+
+    `timed` measures each search for a new change.
+    """
+
+    def __init__(self, solver: Solver, timed: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._solver = solver
+        self._timed = timed
         self._waiting: Found | None = None
+
+    async def decide(self, facts: Facts) -> Found | Said:
+        """A change that every goal agrees to and that later traffic confirmed; else the sentence why there is none.
+
+        Raises one of UNDECIDED.
+        """
+        now = f"balancedness {facts.balancedness:.3f}"
+        confirmed = await self._confirmed(facts)
+        if isinstance(confirmed, tuple):
+            return confirmed
+        found = confirmed
+        if found is None:
+            with self._timed():
+                found = await self.find(facts, facts.settings.policy)
+        if found is None and facts.settings.policy == "static":
+            return VerdictKind.STATIC, f"{now}; the policy is static: nothing moves"
+        if found is None:
+            return VerdictKind.LEVEL, f"{now}; no change would help"
+        if found.verdict.ruling is Ruling.NO:
+            return VerdictKind.NOT_WORTH_IT, f"{now}; {found.verdict.sentence}"
+        if found.verdict.ruling is Ruling.THROTTLE:
+            return VerdictKind.THROTTLED, f"{now}; {found.verdict.sentence}"
+        if confirmed is None and facts.settings.confirm and not found.forced:
+            self._waiting = found
+            return VerdictKind.CONFIRMING, f"waiting for later traffic to confirm: {found.estimate.sentence}"
+        return found
+
+    async def _confirmed(self, facts: Facts) -> Found | Said | None:
+        """The waiting change once later traffic confirmed it; a sentence while it waits or when it did not hold."""
+        waiting = self.waiting(facts)
+        if waiting is None:
+            return None
+        holds, later = await self.confirm(facts, waiting)
+        if holds is None:
+            return VerdictKind.CONFIRMING, f"waiting for later traffic to confirm: {waiting.estimate.sentence}"
+        self._waiting = None
+        if holds:
+            return await self.judged(facts, waiting.target, waiting.policy, waiting.sentences)
+        gained = 0.0 if later is None else later.part
+        sentence = f"a change that promised {waiting.estimate.part:.1%} would have gained {gained:.1%}"
+        return VerdictKind.NOT_WORTH_IT, sentence
+
+    async def resplit(self, facts: Facts, out: FloatTable | None) -> FloatTable | None:
+        """The fast path, which moves no bytes: the split that should be out for the live placement, None for none.
+
+        `out`: the one that is. It stays unless another levels the load by enough more. With the policy `static` nothing
+        is changed, this neither.
+        """
+        s, placement = facts.settings, facts.placement
+        if not s.shares or not facts.world.capabilities.weighted_shares or s.policy == "static":
+            return None
+        best = check_shares(placement, await self.shares(facts, placement))
+        if out is None:
+            return best
+        gained = level(facts.load, Split(placement, best)) - level(facts.load, Split(placement, out))
+        return best if gained > LEAST_SHARE_GAIN else out
 
     async def find(self, facts: Facts, policy: str, options: Mapping[str, Any] | None = None) -> Found | None:
         """The solver's change, judged on the load window; None if it changes nothing.
@@ -136,9 +224,6 @@ class Decider:
         if found is not None and (found.world, found.before.placement.digest) != base:
             found = self._waiting = None
         return found
-
-    def wait_for(self, found: Found | None) -> None:
-        self._waiting = found
 
     async def confirm(self, facts: Facts, found: Found) -> tuple[bool | None, Estimate | None]:
         """Does the waiting change also pay on traffic that came after it was found? None: not enough of it yet.

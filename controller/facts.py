@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from controller.detect import steady_tail
 from controller.limits import Spent
-from controller.observe import Seen, WindowBook
+from controller.observe import Seen, WindowBook, balancedness, mean_balancedness
 from controller.settings import GroupSettings
 from controller.state import GroupState
 from eplane.load import FloatLoad
@@ -44,6 +45,14 @@ class Facts:
         return np.sum([s.window.total for s in self.window], axis=0) if self.seen else np.zeros(shape)
 
     @property
+    def balancedness(self) -> float:
+        """Of the load window, as it truly fell on the ranks; 1 without any."""
+        found = (
+            mean_balancedness(balancedness(np.sum([s.rank_load for s in self.window], axis=0))) if self.seen else None
+        )
+        return 1.0 if found is None else found
+
+    @property
     def last_step(self) -> int:
         return self.seen[-1].window.last_step if self.seen else 0
 
@@ -66,6 +75,20 @@ class Facts:
         return replace(self, seen=tuple(s for s in self.seen if s.window.first_step >= step))
 
 
+def facts_of(
+    settings: GroupSettings,
+    world: World,
+    pointer: EpochPointer,
+    placement: Placement,
+    history: Sequence[Seen],
+    spent: Spent,
+) -> Facts:
+    """The facts of these windows, oldest first."""
+    tail = steady_tail([s.window.total for s in history]) if history else 0
+    newest = tuple(history[len(history) - tail :])
+    return Facts(settings, world, pointer, placement, tuple(history), newest, spent)
+
+
 def gather(state: GroupState, book: WindowBook, now: float) -> Facts | None:
     """The facts, or None while no world was adopted."""
     world, pointer = state.world(), state.epoch()
@@ -74,7 +97,4 @@ def gather(state: GroupState, book: WindowBook, now: float) -> Facts | None:
     settings = state.settings()
     book.keep(settings.history)
     seen = book.newest(settings.history)
-    tail = steady_tail([s.window.total for s in seen]) if seen else 0
-    return Facts(
-        settings, world.world, pointer, state.placement(), tuple(seen), seen[len(seen) - tail :], state.spent(now)
-    )
+    return facts_of(settings, world.world, pointer, state.placement(), seen, state.spent(now))

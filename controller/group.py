@@ -63,7 +63,7 @@ class Group:
         return self.state.keys
 
     def new_decider(self) -> Decider:
-        return Decider(self.solver)
+        return Decider(self.solver, self.metrics.solve_seconds.labels(self.name).time)
 
     def speak(self, kind: VerdictKind, sentence: str) -> Verdict:
         verdict = Verdict(self.clock.now(), kind, sentence)

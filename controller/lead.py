@@ -6,46 +6,35 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import numpy as np
-
 from controller.adoption import Adopter
-from controller.decide import Found
+from controller.decide import UNDECIDED, Found, Said, undecided
 from controller.driver import Driver, Round, sentence_of
 from controller.facts import Facts, gather
 from controller.group import Group, Hint
 from controller.history import measure
 from controller.making import PlanDesk
-from controller.observe import balancedness, mean_balancedness
+from controller.observe import mean_balancedness
 from controller.term import Term
 from controller.verdict import Verdict, VerdictKind
 from eplane.clock import wait_for_event
 from eplane.errors import (
-    AnswerError,
     Conflict,
     FieldError,
-    Infeasible,
     InvariantBroken,
     LeaseLost,
     NotFound,
-    PlanImpossible,
-    ProblemError,
     RefusedByGoal,
-    SolverFailed,
     StoreError,
 )
 from eplane.migration import MigrationState
-from eplane.placement import FloatTable, Placement, check_shares
+from eplane.placement import FloatTable, Placement
 from eplane.plan import Plan, PlanKind, PlanState, Ruling
 from eplane.records import Mode
 
 log = logging.getLogger(__name__)
 ACTOR = "controller"
-# A new split is worth telling when it levels the load by this much more than the one that is out.
-LEAST_SHARE_GAIN = 0.005
 # A proposal stands while it keeps this part of what it promised.
 STANDING_PART = 0.5
-
-Said = tuple[VerdictKind, str]
 
 
 class Lead:
@@ -75,13 +64,13 @@ class Lead:
             async with self.deciding:
                 try:
                     return await cycle()
-                except (Infeasible, PlanImpossible) as error:
-                    return VerdictKind.INFEASIBLE, str(error)
                 except RefusedByGoal as error:
                     return VerdictKind.THROTTLED, str(error)
-                except (SolverFailed, ProblemError, AnswerError) as error:
-                    self.group.metrics.solver_failures.labels(self.group.name).inc()
-                    return VerdictKind.FAILED, str(error)
+                except UNDECIDED as error:
+                    said = undecided(error)
+                    if said[0] is VerdictKind.FAILED:
+                        self.group.metrics.solver_failures.labels(self.group.name).inc()
+                    return said
                 except (Conflict, NotFound) as error:
                     return VerdictKind.FAILED, f"the group changed meanwhile: {error}"
                 except LeaseLost:
@@ -108,55 +97,21 @@ class Lead:
         kind = VerdictKind.DEAD if shown.state is MigrationState.DEAD else VerdictKind.MIGRATING
         return kind, sentence_of(shown)
 
-    def balancedness(self, facts: Facts) -> float:
-        """Of the load window, as it truly fell on the ranks."""
-        found = mean_balancedness(balancedness(np.sum([s.rank_load for s in facts.window], axis=0)))
-        return 1.0 if found is None else found
-
     async def share(self, facts: Facts) -> None:
-        """The fast path: a better split for the live placement rides back on the replies to load reports.
-
-        With the policy `static` nothing is changed, this neither.
-        """
+        """The fast path: a better split for the live placement rides back on the replies to load reports."""
         placement, out = facts.placement, self.group.hint
         if out is not None and out.digest != placement.digest:
             out = self.group.hint = None
-        if (
-            not facts.settings.shares
-            or not facts.world.capabilities.weighted_shares
-            or facts.settings.policy == "static"
-        ):
+        shares = await self.decider.resplit(facts, out.shares if out is not None else None)
+        if shares is None:
             self.group.hint = None
-            return
-        best = check_shares(placement, await self.decider.shares(facts, placement))
-        if out is None or _level(placement, facts, best) > _level(placement, facts, out.shares) + LEAST_SHARE_GAIN:
-            self.group.hint = Hint(placement.digest, best)
+        elif out is None or shares is not out.shares:
+            self.group.hint = Hint(placement.digest, shares)
 
     async def measure(self, facts: Facts) -> None:
         gain = await measure(self.state, self.term, self.decider, facts)
         if gain is not None:
             log.info("group %s: epoch %d gained %.2f s over the horizon", self.group.name, facts.pointer.epoch, gain)
-
-    async def find(self, facts: Facts) -> Found | None:
-        with self.group.metrics.solve_seconds.labels(self.group.name).time():
-            return await self.decider.find(facts, facts.settings.policy)
-
-    async def confirm(self, facts: Facts) -> Found | Said | None:
-        """The waiting change once later traffic confirmed it; a sentence while it waits or when it did not hold."""
-        waiting = self.decider.waiting(facts)
-        if waiting is None:
-            return None
-        holds, later = await self.decider.confirm(facts, waiting)
-        if holds is None:
-            return VerdictKind.CONFIRMING, f"waiting for later traffic to confirm: {waiting.estimate.sentence}"
-        self.decider.wait_for(None)
-        if holds:
-            return await self.decider.judged(facts, waiting.target, waiting.policy, waiting.sentences)
-        gained = 0.0 if later is None else later.part
-        return (
-            VerdictKind.NOT_WORTH_IT,
-            f"a change that promised {waiting.estimate.part:.1%} would have gained {gained:.1%}",
-        )
 
     async def standing(self, facts: Facts) -> str | None:
         """In mode propose: the sentence of the plan that waits for a person. One that no longer pays is set aside."""
@@ -250,8 +205,3 @@ class Lead:
     def _first_shares(self, placement: Placement) -> FloatTable | None:
         """Shares that a wave's table starts with: what is known of the load now, else evenly."""
         return self.group.first_shares.get(placement.digest)
-
-
-def _level(placement: Placement, facts: Facts, shares: FloatTable) -> float:
-    found = mean_balancedness(balancedness(placement.rank_load(facts.load, shares)))
-    return 1.0 if found is None else found

@@ -12,14 +12,11 @@ Each cycle ends in one sentence. If the controller stops, the ranks serve on wit
 
 from __future__ import annotations
 
-from controller.decide import Found
+from controller.decide import Found, Said, too_little
 from controller.facts import Facts
 from controller.lead import Lead
 from controller.verdict import Verdict, VerdictKind
-from eplane.plan import Ruling
 from eplane.records import Mode
-
-Said = tuple[VerdictKind, str]
 
 
 class Loop:
@@ -70,35 +67,16 @@ class Loop:
         pause = lead.state.pause()
         if pause is not None:
             return VerdictKind.PAUSED, f"paused by {pause.actor}: {pause.reason}"
-        if not facts.enough():
-            needed = facts.settings.min_window_tokens
-            return (
-                VerdictKind.NO_LOAD,
-                f"the load window has {facts.load.sum(axis=1).max():.0f} of {needed} tokens a layer",
-            )
+        waiting = too_little(facts)
+        if waiting is not None:
+            return waiting
         if lead.state.mode() is Mode.OBSERVE:
-            return VerdictKind.OBSERVING, f"balancedness {lead.balancedness(facts):.3f}; the mode is observe"
+            return VerdictKind.OBSERVING, f"balancedness {facts.balancedness:.3f}; the mode is observe"
         return None
 
     async def _decide(self, facts: Facts) -> Found | Said:
         """A change that every goal agrees to and that later traffic confirmed; else the sentence why there is none."""
-        lead, now = self._lead, f"balancedness {self._lead.balancedness(facts):.3f}"
-        standing = await lead.standing(facts)
+        standing = await self._lead.standing(facts)
         if standing is not None:
-            return VerdictKind.PROPOSED, f"{now}; {standing}"
-        confirmed = await lead.confirm(facts)
-        if isinstance(confirmed, tuple):
-            return confirmed
-        found = confirmed or await lead.find(facts)
-        if found is None and facts.settings.policy == "static":
-            return VerdictKind.STATIC, f"{now}; the policy is static: nothing moves"
-        if found is None:
-            return VerdictKind.LEVEL, f"{now}; no change would help"
-        if found.verdict.ruling is Ruling.NO:
-            return VerdictKind.NOT_WORTH_IT, f"{now}; {found.verdict.sentence}"
-        if found.verdict.ruling is Ruling.THROTTLE:
-            return VerdictKind.THROTTLED, f"{now}; {found.verdict.sentence}"
-        if confirmed is None and facts.settings.confirm and not found.forced:
-            lead.decider.wait_for(found)
-            return VerdictKind.CONFIRMING, f"waiting for later traffic to confirm: {found.estimate.sentence}"
-        return found
+            return VerdictKind.PROPOSED, f"balancedness {facts.balancedness:.3f}; {standing}"
+        return await self._lead.decider.decide(facts)
