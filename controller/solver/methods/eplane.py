@@ -49,21 +49,14 @@ class EPlanePolicy:
     name = "eplane"
 
     def solve(self, problem: Problem) -> Answer:
-        from controller.solver.search import Search, Tuning
+        return self.balanced(problem)
 
+    def balanced(self, problem: Problem) -> Answer:
+        """The answer for balance and moves alone."""
         started = time.perf_counter()
         deadline = None if problem.budget_ms is None else started + problem.budget_ms / 1e3
-        seen = forecast(problem.load, problem.window) if problem.forecast else last_window(problem.load, problem.window)
-        homes = (
-            home_nodes(problem, problem.prior, seen.mean.astype(np.float64))
-            if problem.strategy is Strategy.HIERARCHICAL
-            else None
-        )
-        most_used = allot(problem, seen.mean.astype(np.float64), problem.load.sum(axis=(0, 2)))
-        known = not problem.forecast or problem.load.shape[0] == 1
-        kind, knee = rank_cost(problem)
-        risk = np.zeros(problem.layers) if known else RISK * seen.error.astype(np.float64)
-        search = Search(problem, seen, Tuning(price_of_move(problem), risk, kind, knee, known), homes, most_used)
+        known = load_known(problem)
+        search, seen, most_used = prepare(problem)
         start = self._start(problem, search, seen, most_used)
         held = problem.observed().sum(axis=1) < problem.min_tokens
         search.start(start)
@@ -103,6 +96,26 @@ class EPlanePolicy:
             return trim(problem, repair(problem, problem.prior, mean), mean, most_used).reshape(shape)
         tables = np.stack([search.scratch(layer) for layer in range(problem.layers)])
         return repair(problem, tables.reshape(problem.layers, problem.slots), mean).reshape(shape)
+
+
+def load_known(problem: Problem) -> bool:
+    """The load is taken as it is: no forecast is asked for, or there is nothing to make one from."""
+    return not problem.forecast or problem.load.shape[0] == 1
+
+
+def prepare(problem: Problem) -> tuple[Search, Forecast, Ints]:
+    """The search of a problem, without a placement yet; the forecast it stands on; [L] most slots in use."""
+    from controller.solver.search import Search, Tuning
+
+    seen = forecast(problem.load, problem.window) if problem.forecast else last_window(problem.load, problem.window)
+    mean = seen.mean.astype(np.float64)
+    homes = home_nodes(problem, problem.prior, mean) if problem.strategy is Strategy.HIERARCHICAL else None
+    most_used = allot(problem, mean, problem.load.sum(axis=(0, 2)))
+    known = load_known(problem)
+    kind, knee = rank_cost(problem)
+    risk = np.zeros(problem.layers) if known else RISK * seen.error.astype(np.float64)
+    tuning = Tuning(price_of_move(problem), risk, kind, knee, known)
+    return Search(problem, seen, tuning, homes, most_used), seen, most_used
 
 
 def price_of_move(problem: Problem) -> float:
