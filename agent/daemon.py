@@ -14,6 +14,7 @@ from agent.loop import AgentLoop
 from agent.mover import Mover
 from agent.orders import Orders
 from agent.reporter import Reporter
+from agent.samples import Samples
 from agent.settings import AgentSettings
 from eplane.clock import Clock, SystemClock
 from eplane.errors import LeaseLost, StoreUnavailable
@@ -72,6 +73,7 @@ class Agent:
             orders,
             self._links,
             self._collector,
+            Samples(self._settings.replay_windows),
             self._heartbeat,
             self._reporter,
             self._mover,

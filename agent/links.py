@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from eplane.errors import LinkError, LinkRefused
+from eplane.errors import LinkError, LinkRefused, MessageError
 from eplane.placement import FloatTable
 from eplane.plan import LeaderEpoch
 from runtime.link.client import LinkClient
 from runtime.link.messages import Describe, ErrorCode, PlacementReply, RankStatus
+from runtime.link.samples import SamplesReply
 
 log = logging.getLogger("eplane.agent")
 LINK_ERRORS = (LinkError, OSError, TimeoutError)
@@ -126,6 +127,26 @@ class Links:
             if found:
                 return found[rank]
         return None
+
+    async def samples(self, wanted: Mapping[int, int]) -> dict[int, tuple[Describe, SamplesReply]]:
+        """Routing samples of windows that end after the step wanted, of the ranks that offer any, with who they are.
+
+        An answer that is none is told as a refused one: a sample is not worth a link.
+        """
+
+        async def ask(link: Link) -> tuple[Describe, SamplesReply]:
+            said = link.describe
+            try:
+                return said, await link.client.samples(wanted[said.rank])
+            except MessageError as error:
+                return said, SamplesReply(said.world, (), (str(error),))
+
+        offer = {
+            rank: link
+            for rank, link in self._links.items()
+            if rank in wanted and rank == link.describe.rank and link.describe.capabilities.routing_sample
+        }
+        return await self._ask(offer, ask)
 
     async def hint(self, digest: str, shares: FloatTable) -> None:
         """Hand shares to every rank. Each drops them unless `digest` is what it serves, so a late hint is harmless."""

@@ -1,7 +1,8 @@
 """The agent on one page: what one node does for its group, again and again.
 
     observe   link to the ranks, tell them the epoch that the leader made of their world, fold their counters into load
-              windows, say who is here, post the load to the leader, hand the shares that ride back to the ranks
+              windows, fetch the routing samples of these, say who is here, post the load to the leader, hand the shares
+              that ride back to the ranks
     obey      read the leader's orders in the store, carry them out on the ranks, acknowledge what the engines confirmed
 
 The two run side by side: a leader that answers slowly holds up no migration. Neither is needed for serving: when the
@@ -16,6 +17,7 @@ from agent.links import Links
 from agent.mover import Mover
 from agent.orders import Orders
 from agent.reporter import About, Reporter
+from agent.samples import Samples
 from agent.settings import AgentSettings
 from eplane.clock import Clock
 
@@ -30,6 +32,7 @@ class AgentLoop:
         orders: Orders,
         links: Links,
         collector: Collector,
+        samples: Samples,
         heartbeat: Heartbeat,
         reporter: Reporter,
         mover: Mover,
@@ -39,6 +42,7 @@ class AgentLoop:
         self._orders = orders
         self._links = links
         self._collector = collector
+        self._samples = samples
         self._heartbeat = heartbeat
         self._reporter = reporter
         self._mover = mover
@@ -58,13 +62,16 @@ class AgentLoop:
             self._world = world
         windows = self._collector.collect(world, {rank: link.counters for rank, link in self._links.ranks.items()})
         self._reporter.add(windows)
+        # After the counts: a rank has the sample of a window before its counts can be read.
+        self._samples.take(world, await self._links.samples(self._samples.wanted(windows)))
         await self._heartbeat.tell(world, statuses)
         if leader is None or world is None:
             return
         about = None
         if self._reporter.wants_describe(leader):
             about = About(await self._links.describe(), await self._links.placement())
-        shares = await self._reporter.report(leader, world, self._collector.replay(), about, tuple(statuses.values()))
+        replay, said = self._collector.replay(), tuple(statuses.values())
+        shares = await self._reporter.report(leader, world, replay, about, said, self._samples.of)
         if shares is not None:
             await self._links.hint(shares.digest, shares.shares)
 

@@ -15,6 +15,7 @@ from eplane.errors import FieldError, LinkError
 from eplane.fields import Fields
 from eplane.load import LoadReport, SubWindow
 from eplane.placement import FloatTable
+from eplane.routing import RankSample
 from runtime.link.messages import Describe, PlacementReply, RankStatus, read_table
 
 log = logging.getLogger("eplane.agent")
@@ -87,8 +88,12 @@ class Reporter:
         replay: Sequence[SubWindow],
         about: About | None,
         statuses: Sequence[RankStatus],
+        samples_of: Callable[[Sequence[SubWindow]], Sequence[RankSample]] = lambda _: (),
     ) -> Shares | None:
-        """Tell `leader` what is queued. A failure keeps the queue and waits longer before the next try."""
+        """Tell `leader` what is queued, with the routing samples of it. A failure keeps the queue and waits longer
+
+        before the next try.
+        """
         if self._monotonic() < self._not_before:
             return None
         if leader != self._told:
@@ -102,6 +107,8 @@ class Reporter:
             "describe": [] if about is None else [describe.to_json() for describe in about.describes],
             "placement": None if about is None or about.placement is None else about.placement.to_json(),
             "statuses": [status.to_json() for status in statuses],
+            # Beside the report, not in it: a leader that knows no samples overlooks them, and takes the counts.
+            "samples": [sample.to_json() for sample in samples_of(sending)],
         }
         url = f"{leader.url}/v1/groups/{self._settings.group}/reports"
         try:

@@ -94,6 +94,9 @@ def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = No
         problem["max_moves"] = s.max_moves_per_layer
     if facts.step_tokens is not None:
         problem["step_tokens"] = facts.step_tokens
+    sample = facts.sample
+    if sample is not None:
+        problem["routing_sample"] = sample.tuples.transpose(1, 0, 2).astype(np.int32)
     return {**problem, **(options or {})}
 
 

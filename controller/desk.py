@@ -20,6 +20,7 @@ from eplane.errors import Conflict, Invalid, LoadReportError, NotLeader, RecordE
 from eplane.load import LoadReport, Refusal
 from eplane.plan import Decision, Plan, PlanKind, Ruling
 from eplane.records import Mode, ModeRecord, PauseRecord, SettingsRecord, encode, new_nonce
+from eplane.routing import read_samples
 from eplane.store.base import Missing
 from eplane.transactions import Transaction
 
@@ -218,7 +219,10 @@ class Desk:
             raise Invalid("report.group", f"is {report.group!r:.80}, this is group {self.group.name}")
         refused = [*self._described(body, report), *self._statuses(body, report)]
         self.group.open_book()
-        took = self.group.book.take(report, unreadable)
+        samples, unread = read_samples(body.get("samples"))
+        self.group.book.refused["sample"] += len(unread)
+        refused.extend(unread)
+        took = self.group.book.take(report, unreadable, samples)
         metrics, name = self.group.metrics, self.group.name
         metrics.subwindows.labels(name).inc(took.accepted)
         for cause, count in self.group.new_refusals().items():

@@ -15,7 +15,11 @@ from controller.state import GroupState
 from eplane.load import FloatLoad
 from eplane.placement import Placement
 from eplane.records import EpochPointer
+from eplane.routing import TokenSample, merge
 from eplane.topology import World
+
+# Routed tuples that a decision is made from.
+MOST_TUPLES = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +69,16 @@ class Facts:
         """Routed tokens that a step and layer had on average."""
         load, steps = self.load, self.steps
         return float(load.sum() / load.shape[0] / steps) if steps and load.any() else None
+
+    @property
+    def sample(self) -> TokenSample | None:
+        """Routed tuples of the load window, each window in proportion to its tokens.
+
+        None unless every rank samples: what some ranks say is not how the tokens of all go together.
+        """
+        if not self.world.capabilities.routing_sample:
+            return None
+        return merge([s.sample for s in self.window if s.sample is not None], MOST_TUPLES, (self.last_step,))
 
     def enough(self) -> bool:
         """Whether the busiest layer had the tokens that a judgement needs."""

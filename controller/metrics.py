@@ -33,7 +33,7 @@ class Metrics:
             "completeness": gauge("window_completeness", "part of the last spans that all ranks reported"),
             "agents": gauge("agents", "agents that are present"),
             "subwindows": counter("subwindows", "sub-windows of load taken"),
-            "refused": counter("subwindows_refused", "sub-windows of load refused", "cause"),
+            "refused": counter("subwindows_refused", "sub-windows of load, and samples beside them, refused", "cause"),
             "verdicts": counter("verdicts", "control cycles by what they came to", "kind"),
             "cycle_seconds": seconds("cycle_seconds", "length of a control cycle"),
             "solve_seconds": seconds("solve_seconds", "length of a solve, waiting included"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -17,23 +17,34 @@ from numpy.typing import NDArray
 from eplane.errors import LoadReportError
 from eplane.load import FloatLoad, Intake, LoadReport, LoadWindow, Refusal, SubWindow, fold
 from eplane.placement import Placement
+from eplane.routing import RankSample, TokenSample, merge
 from eplane.topology import World
 
 # More than any replay: an agent sends its last 16 to a new leader, and nodes do not do it at the same moment.
 PENDING_SPANS = 96
 KNOWN_PLACEMENTS = 16
+# Routed tuples of a window that are kept: about as many bytes as its counts take.
+WINDOW_TUPLES = 256
 # Refusals by cause: a closed set, for metrics.
-CAUSES = ("world", "rank", "shape", "duplicate", "late", "digest", "span", "counts", "other")
+CAUSES = ("world", "rank", "shape", "duplicate", "late", "digest", "span", "counts", "sample", "other")
 
 Span = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """One complete window. `rank_load [L, R]`: tokens that truly reached each rank, whatever the shares were."""
+    """One complete window. `rank_load [L, R]`: tokens that truly reached each rank, whatever the shares were.
+
+    `sample`: routed tuples of its tokens, if any rank told some.
+    """
 
     window: LoadWindow
     rank_load: FloatLoad
+    sample: TokenSample | None = None
+
+    @property
+    def sampled(self) -> int:
+        return len(self.sample) if self.sample else 0
 
     @property
     def balancedness(self) -> NDArray[np.float64]:
@@ -69,6 +80,7 @@ class WindowBook:
         self._intake: Intake | None = None
         self._placements: OrderedDict[str, Placement] = OrderedDict()
         self._pending: OrderedDict[Span, dict[int, SubWindow]] = OrderedDict()
+        self._samples: dict[Span, dict[int, TokenSample]] = {}
         self._seen: deque[Seen] = deque(maxlen=keep)
         self._lately: deque[bool] = deque(maxlen=64)
         self.accepted = 0
@@ -93,12 +105,13 @@ class WindowBook:
         if self._intake is not None and self._intake.world == world:
             return
         self._intake = Intake(world)
-        for kept in (self._placements, self._pending, self._seen, self._lately):
+        for kept in (self._placements, self._pending, self._samples, self._seen, self._lately):
             kept.clear()
 
     def leave(self) -> None:
         self._intake = None
         self._pending.clear()
+        self._samples.clear()
         self._seen.clear()
 
     def know(self, placement: Placement) -> None:
@@ -123,22 +136,37 @@ class WindowBook:
         taken = self._intake.taken if self._intake else {}
         return min((taken[rank].seq if rank in taken else -1 for rank in ranks), default=-1)
 
-    def take(self, report: LoadReport, unreadable: tuple[Refusal, ...] = ()) -> Took:
-        """Take what is good of a report; every refusal is counted by cause and returned with its sentence."""
+    def take(
+        self, report: LoadReport, unreadable: tuple[Refusal, ...] = (), samples: Iterable[RankSample] = ()
+    ) -> Took:
+        """Take what is good of a report; every refusal is counted by cause and returned with its sentence.
+
+        A sample is taken with the counts of its rank and steps, or not at all; a bad one takes nothing with it.
+        """
         refused = list(unreadable)
         self.refused["counts"] += len(unreadable)
         accepted = 0
+        beside = {sample.key: sample for sample in samples}
         for sub in sorted(report.subwindows, key=lambda s: s.seq):
+            sample = beside.pop((sub.rank, sub.first_step, sub.last_step), None)
             try:
-                self._take(report, sub)
-                accepted += 1
+                placement = self._take(report, sub)
             except LoadReportError as error:
                 self.refused[_cause(error)] += 1
                 refused.append(Refusal(sub.rank, sub.seq, str(error)))
+                continue
+            accepted += 1
+            if sample is not None:
+                refused.extend(self._attach(sub, sample))
+            self._file(placement, sub)
+        strays = [
+            Refusal(s.rank, -1, f"samples: no counts of steps {s.first_step} on came along") for s in beside.values()
+        ]
+        self.refused["sample"] += len(strays)
         self.accepted += accepted
-        return Took(accepted, tuple(refused))
+        return Took(accepted, (*refused, *strays))
 
-    def _take(self, report: LoadReport, sub: SubWindow) -> None:
+    def _take(self, report: LoadReport, sub: SubWindow) -> Placement:
         if self._intake is None:
             raise LoadReportError("world", "the group has no world that is known here yet")
         owner = self._intake.world.node_of_rank[sub.rank] if sub.rank < self._intake.world.ranks else None
@@ -152,7 +180,18 @@ class WindowBook:
         if (sub.prefill[empty] + sub.decode[empty]).any():
             raise LoadReportError("prefill", f"rank {sub.rank} counted tokens on a slot that holds no expert")
         self._intake = intake
-        self._file(placement, sub)
+        return placement
+
+    def _attach(self, sub: SubWindow, sample: RankSample) -> Iterable[Refusal]:
+        """Have `sample` wait for the window of `sub` to be whole."""
+        if self._intake is None:
+            return
+        try:
+            sample.check(self._intake.world.shape)
+            self._samples.setdefault((sub.first_step, sub.last_step, sub.digest), {})[sub.rank] = sample.sample
+        except LoadReportError as error:
+            self.refused["sample"] += 1
+            yield Refusal(sub.rank, sub.seq, f"samples: {error}")
 
     def _file(self, placement: Placement, sub: SubWindow) -> None:
         span = (sub.first_step, sub.last_step, sub.digest)
@@ -160,10 +199,20 @@ class WindowBook:
         parts[sub.rank] = sub
         if len(parts) == placement.ranks:
             del self._pending[span]
-            self._insert(_seen(placement, parts))
+            seen = _seen(placement, parts)
+            self._insert(replace(seen, sample=self._merged(seen.window, self._samples.pop(span, {}))))
             self._lately.append(True)
         while len(self._pending) > PENDING_SPANS:
             self._give_up()
+
+    def _merged(self, window: LoadWindow, samples: dict[int, TokenSample]) -> TokenSample | None:
+        """The ranks' samples as one; none of them where they tell of more tokens than the window counted."""
+        parts = [samples[rank] for rank in sorted(samples)]
+        routed = sum(part.tokens * part.tuples.shape[2] for part in parts)
+        if routed > window.total.sum(axis=1).max():
+            self.refused["sample"] += len(parts)
+            return None
+        return merge(parts, WINDOW_TUPLES, (window.first_step, window.last_step))
 
     def _insert(self, seen: Seen) -> None:
         """In the order of steps: nodes report at different moments."""
@@ -176,6 +225,7 @@ class WindowBook:
         """The oldest span will not be whole any more: close it, so that its parts can not come late."""
         span = min(self._pending)
         del self._pending[span]
+        self._samples.pop(span, None)
         self.incomplete += 1
         self._lately.append(False)
         if self._intake is not None:

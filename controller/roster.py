@@ -37,7 +37,6 @@ class RankSaid:
     def read(cls, data: object) -> RankSaid:
         """From the JSON that an engine's `describe` gives; fields that are not needed here are not looked at."""
         f = Fields(data, "describe", LoadReportError)
-        can = f.within("capabilities")
         try:
             shape = ModelShape(
                 f.text("model", most=256),
@@ -54,7 +53,7 @@ class RankSaid:
             shape,
             f.integer("slots", low=1, high=2**16),
             f.integer("cells", low=1, high=2**31),
-            Capabilities(*(can.flag(n) for n in ("weighted_shares", "free_slot_order", "live_apply", "phases_known"))),
+            Capabilities.read(f.within("capabilities")),
             f.hexes("digest", DIGEST_DIGITS),
             f.maybe("epoch", f.integer),
             f.text("manifest_digest", most=128),

@@ -113,6 +113,7 @@ def load(group: Group) -> Json:
         "waiting": [{"first_step": s[0], "last_step": s[1], "missing_ranks": list(m)} for s, m in book.pending()[-4:]],
         "load": [],
         "rank_load": [],
+        "sampled": sum(s.sampled for s in seen),
         "balancedness": balance(group),
         "history": [{"at": at, "balancedness": value} for at, value in list(group.balance)[-512:]],
     }
@@ -131,6 +132,7 @@ def load(group: Group) -> Json:
             "last_step": s.window.last_step,
             "digest": s.window.digest,
             "tokens": s.window.tokens,
+            "sampled": s.sampled,
             "balancedness": mean_balancedness(s.balancedness),
         }
         for s in seen
@@ -148,6 +150,7 @@ def windows(group: Group, since_step: int) -> list[Json]:
             "last_step": s.window.last_step,
             "load": s.window.total.tolist(),
             "rank_load": s.rank_load.tolist(),
+            "sampled": s.sampled,
         }
         for s in group.book.newest(SHOWN_WINDOWS)
         if s.window.last_step > since_step

@@ -173,6 +173,8 @@ class WorldRecord:
                 "free_slot_order": caps.free_slot_order,
                 "live_apply": caps.live_apply,
                 "phases_known": caps.phases_known,
+                # Only where it holds: a controller that does not know the word goes on reading all other worlds.
+                **({"routing_sample": True} if caps.routing_sample else {}),
             },
             "manifest_digest": self.manifest_digest,
             "at": self.at,
@@ -192,9 +194,7 @@ class WorldRecord:
             ),
             fields.integer("slots"),
             fields.integer("cells"),
-            Capabilities(
-                *(caps.flag(n) for n in ("weighted_shares", "free_slot_order", "live_apply", "phases_known")),
-            ),
+            Capabilities.read(caps),
         )
         shape.done()
         caps.done()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eplane.errors import TopologyError
+from eplane.fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,27 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; the controller plans only what is legal for all ranks of a group."""
+    """What an engine can do; the controller plans only what is legal for all ranks of a group.
+
+    routing_sample: it keeps a few routed tuples of each window. An engine that does not say so does not.
+    """
 
     weighted_shares: bool = True
     free_slot_order: bool = True
     live_apply: bool = True
     phases_known: bool = True
+    routing_sample: bool = False
+
+    @classmethod
+    def read(cls, fields: Fields) -> Capabilities:
+        """From JSON. Whoever is older than `routing_sample` does not say it, and does not do it."""
+        return cls(
+            fields.flag("weighted_shares"),
+            fields.flag("free_slot_order"),
+            fields.flag("live_apply"),
+            fields.flag("phases_known"),
+            fields.maybe("routing_sample", fields.flag) or False,
+        )
 
     def common(self, other: Capabilities) -> Capabilities:
         return Capabilities(
@@ -40,6 +56,7 @@ class Capabilities:
             self.free_slot_order and other.free_slot_order,
             self.live_apply and other.live_apply,
             self.phases_known and other.phases_known,
+            self.routing_sample and other.routing_sample,
         )
 
 

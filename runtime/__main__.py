@@ -49,6 +49,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--placement", help="`linear` or a JSON file (default: the last one kept in --state-dir, else linear)")
     add("--state-dir")
     add("--window-steps", type=int, default=32)
+    add("--routing-sample", type=int, default=32, help="tokens of a window whose experts are told together (0: none)")
     add("--tick-ms", type=float, default=25.0)
     add("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     add("--max-tokens-per-step", type=int, default=64)

@@ -15,7 +15,7 @@ are summed at the source in the order of the token's top-k, in float32: a sum th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class StepState:
     step: int
     armed: int
     phases: torch.Tensor  # [T] PREFILL or DECODE of each own token
+    sampled: torch.Tensor | None = None  # [n] own tokens whose routing is wanted
+    routed: list[torch.Tensor] = field(default_factory=list)  # [n, k] experts of these, a layer each
     tokens_of: list[int] | None = None  # of each rank, from the headers
     arrived: torch.Tensor | None = None  # [2, L, K] tokens that came to each own slot
 
@@ -75,10 +77,11 @@ class Dispatcher:
         self._row_bytes = -(-(self._wide + 2 * top_k) // 8) * 8
         self._state: StepState | None = None
 
-    def begin(self, table: LiveTable, step: int, armed: int, phases: torch.Tensor) -> None:
-        """Start a step with own tokens of `phases [T]`."""
+    def begin(self, table: LiveTable, step: int, armed: int, phases: torch.Tensor, sampled: Sequence[int] = ()) -> None:
+        """Start a step with own tokens of `phases [T]`; keep the experts of the tokens `sampled`, rows in 0..T-1."""
         arrived = torch.zeros((2, len(self._modules), table.placement.slots), dtype=torch.int64)
-        self._state = StepState(table, step, armed, phases, None, arrived)
+        rows = torch.tensor(sampled, device=self._pool.device) if sampled else None
+        self._state = StepState(table, step, armed, phases, rows, arrived=arrived)
 
     def join(self) -> int:
         """The step of a rank without tokens: it computes for the others. Returns the tokens of all ranks (0: a tick)."""
@@ -102,6 +105,11 @@ class Dispatcher:
         arrived = self._running().arrived
         return torch.zeros(0) if arrived is None else arrived
 
+    @property
+    def routed(self) -> torch.Tensor:
+        """`[n, L, k]` experts of the sampled tokens of this step; on CPU, by one copy for all layers."""
+        return torch.stack(self._running().routed, 1).cpu()
+
     def layer(
         self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -111,6 +119,8 @@ class Dispatcher:
         """
         state = self._running()
         tokens = state.phases.shape[0]
+        if state.sampled is not None:
+            state.routed.append(top_k_index[state.sampled])
         own = hidden[:tokens]
         slots = state.table.choose(layer, top_k_index[:tokens].reshape(-1)).view(tokens, self._top_k)
         sent = self._pack(state, own, slots)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from runtime.attention import Span
 from runtime.dispatch import DECODE, PREFILL, Dispatcher
 from runtime.forward import Forward
+from runtime.routing import RoutingSampler
 from runtime.sampling import Chosen, choose
 from runtime.scheduler import Chunk, Produced, Scheduler
 from runtime.switch import Switch
@@ -62,6 +63,7 @@ class Engine:
         scheduler: Scheduler,
         switch: Switch,
         counters: Counters,
+        sampler: RoutingSampler | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
@@ -69,6 +71,7 @@ class Engine:
         self._forward = forward
         self._dispatcher = dispatcher
         self._counters = counters
+        self._sampler = sampler
         self._clock = clock
         self._next = 0
         self._digest = switch.live.digest
@@ -81,11 +84,15 @@ class Engine:
         table = self.switch.begin_step(step)
         switched = table.digest != self._digest
         if switched or self._counters.due(step):
+            # The sample first: who finds the counts of a window finds its sample, too.
+            if self._sampler is not None:
+                self._sampler.cut(step)
             self._counters.cut(step, self._digest)
         self._digest = table.digest
         chunks = self.scheduler.next_step()
         phases = [DECODE if c.decode else PREFILL for c in chunks for _ in range(c.count)]
-        self._dispatcher.begin(table, step, self.switch.sample(), torch.tensor(phases, dtype=torch.int64))
+        sampled = self._sampler.draw(len(phases)) if self._sampler is not None else ()
+        self._dispatcher.begin(table, step, self.switch.sample(), torch.tensor(phases, dtype=torch.int64), sampled)
         produced: tuple[Produced, ...] = ()
         if chunks:
             produced = self._run(chunks)
@@ -96,6 +103,8 @@ class Engine:
         if total:
             prefill, decode = self._dispatcher.arrived.numpy()
             self._counters.add(step, prefill, decode)
+        if self._sampler is not None and sampled:
+            self._sampler.take(self._dispatcher.routed.numpy())
         prompt = sum(c.count for c in chunks if not c.decode)
         seconds = self._clock() - start
         return StepReport(step, len(phases), total, seconds, switched, produced, prompt, len(phases) - prompt)

@@ -17,6 +17,7 @@ class ServeOptions:
     """`nodes[r]`: node of rank r; `ranks`: the ranks that this launcher starts; `slots`: K of each rank and layer.
 
     `spare_cells`: cells of a rank beyond its slots (None: 2 a layer). `master`: where rank 0 hosts the rendezvous.
+    `routing_sample`: tokens of a rank and window whose experts are kept together, 0: none.
     """
 
     model: str
@@ -33,6 +34,7 @@ class ServeOptions:
     placement: str | None = None
     state_dir: str | None = None
     window_steps: int = 32
+    routing_sample: int = 32
     tick_ms: float = 25.0
     deterministic: bool = True
     max_tokens_per_step: int = 64
@@ -57,6 +59,8 @@ class ServeOptions:
         for name in ("window_steps", "max_tokens_per_step", "queue"):
             if getattr(self, name) < 1:
                 raise BadInput(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.routing_sample <= 1024:
+            raise BadInput(f"--routing-sample must be between 0 and 1024, got {self.routing_sample}")
         if self.spare_cells is not None and self.spare_cells < 0:
             raise BadInput(f"--spare-cells must be at least 0, got {self.spare_cells}")
         if not 1.0 <= self.tick_ms <= 1000.0:

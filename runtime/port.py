@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from eplane.errors import LinkRefused, PlacementError, TableError
 from eplane.placement import FloatTable
 from eplane.plan import Identity, LeaderEpoch
+from eplane.routing import RankSample
 from eplane.topology import Capabilities
 from runtime.cells import CellPool, CellState
 from runtime.faults import NO_FAULTS, Faults
@@ -36,6 +37,7 @@ from runtime.link.messages import (
     StageCommand,
     StagedState,
 )
+from runtime.link.samples import SamplesReply
 from runtime.staging import Checkpoint, Origin, Staging
 from runtime.switch import Switch
 from runtime.transfer import TransferServer
@@ -67,7 +69,7 @@ class RankPort:
 
     `digests [L][E]`: of every bundle, in resident form. `addresses`: transfer address of each rank, as known when
     the world began; a stage command may name newer ones. `transfer_deadline_s`: for one bundle, before what a rate
-    limit adds.
+    limit adds. `samples(step)`: the routing samples of windows that end after a step; None: this rank keeps none.
     """
 
     def __init__(
@@ -82,8 +84,11 @@ class RankPort:
         addresses: Mapping[int, str] = NO_ADDRESSES,
         faults: Faults = NO_FAULTS,
         transfer_deadline_s: float = 30.0,
+        samples: Callable[[int], tuple[RankSample, ...]] | None = None,
     ) -> None:
-        self._facts = facts
+        can = dataclasses.replace(facts.capabilities, routing_sample=samples is not None)
+        self._facts = dataclasses.replace(facts, capabilities=can)
+        self._samples = samples
         self._pool = pool
         self._switch = switch
         self._transfer = transfer
@@ -231,6 +236,10 @@ class RankPort:
             return self._switch.set_shares(digest, shares)
         except PlacementError as error:
             raise LinkRefused(ErrorCode.BAD_REQUEST, str(error)) from error
+
+    def samples(self, after_step: int) -> SamplesReply:
+        found = () if self._samples is None else self._samples(after_step)
+        return SamplesReply(self._facts.world, found)
 
     def _check(self, identity: Identity, leader_epoch: LeaderEpoch) -> None:
         self._check_world(identity.world)

@@ -38,6 +38,7 @@ from runtime.link.server import LinkServer
 from runtime.model import ServedModel, attach, load_model
 from runtime.options import LOOPBACK, ServeOptions, host_port
 from runtime.port import RankFacts, RankPort
+from runtime.routing import RoutingSampler, most_tokens
 from runtime.sampling import Sampling
 from runtime.scheduler import Produced, Request, Scheduler
 from runtime.stats import StepStats
@@ -174,9 +175,13 @@ def _build(
         world, options.group, rank, options.nodes, shape.model, shape.layers, shape.experts, shape.top_k,
         placement.slots,
     )  # fmt: skip
+    most = most_tokens(shape.layers, shape.top_k, options.routing_sample)
+    # The seed is fixed by world and rank, so that a run can be told again.
+    sampler = RoutingSampler(rank, shape.layers, shape.top_k, most, int(world, 16) + rank) if most else None
     port = RankPort(
-        facts, pool, switch, transfer, digests, model.bundles.bundle_bytes, addresses=addresses, faults=faults
-    )
+        facts, pool, switch, transfer, digests, model.bundles.bundle_bytes, addresses=addresses, faults=faults,
+        samples=None if sampler is None else sampler.since,
+    )  # fmt: skip
     stack.callback(port.close)
     link = Path(options.link_dir or ".")
     counters = CounterWriter(
@@ -186,7 +191,7 @@ def _build(
     server = LinkServer(port, link / f"rank{rank}.sock")
     stack.callback(server.close)
     scheduler = Scheduler(pages, options.max_tokens_per_step, options.queue)
-    return RankParts(Engine(forward, dispatcher, scheduler, switch, counters), pool, pages)
+    return RankParts(Engine(forward, dispatcher, scheduler, switch, counters, sampler), pool, pages)
 
 
 def _transfer_host(options: ServeOptions) -> str:

@@ -142,7 +142,9 @@ def load_table(value: dict[str, Any]) -> str:
         top, total = max(ranks), sum(ranks)
         even = total / len(ranks) / top if top else None
         rows.append((index, int(total), int(top), ranks.index(top), even, bar(even or 0.0)))
-    return columns(("LAYER", "TOKENS", "MOST ON A RANK", "RANK", "BALANCEDNESS", ""), rows)
+    table = columns(("LAYER", "TOKENS", "MOST ON A RANK", "RANK", "BALANCEDNESS", ""), rows)
+    sampled = value.get("sampled")
+    return f"{table}\n\nrouting sampled: {sampled} tokens" if sampled else table
 
 
 def layer_table(value: dict[str, Any], layer: int) -> str:

@@ -21,6 +21,7 @@ from runtime.link.messages import (
     decode,
     encode,
 )
+from runtime.link.samples import SamplesReply
 
 
 class LinkClient:
@@ -88,6 +89,10 @@ class LinkClient:
         """Whether the shares were taken; they are dropped when `digest` is not live."""
         reply = await self._call("set_shares", {"digest": digest, "shares": shares.tolist()})
         return Fields(reply, "set_shares", MessageError).flag("applied")
+
+    async def samples(self, after_step: int) -> SamplesReply:
+        """Routing samples of windows that end after this step; LinkRefused by an engine without the capability."""
+        return SamplesReply.from_json(await self._call("samples", {"after_step": after_step}))
 
     async def _call(self, call: str, args: Json) -> object:
         async with self._lock:

@@ -158,6 +158,7 @@ class Describe:
                 "free_slot_order": self.capabilities.free_slot_order,
                 "live_apply": self.capabilities.live_apply,
                 "phases_known": self.capabilities.phases_known,
+                "routing_sample": self.capabilities.routing_sample,
             },
             "digest": self.digest,
             "epoch": self.epoch,
@@ -169,7 +170,6 @@ class Describe:
     @staticmethod
     def from_json(value: object) -> Describe:
         fields = Fields(value, "describe", MessageError)
-        can = fields.within("capabilities")
         return Describe(
             world=fields.hexes("world", 16),
             group=fields.text("group"),
@@ -184,12 +184,7 @@ class Describe:
             cells=fields.integer("cells", low=1),
             cells_free=fields.integer("cells_free"),
             bundle_bytes=fields.integer("bundle_bytes", low=1),
-            capabilities=Capabilities(
-                can.flag("weighted_shares"),
-                can.flag("free_slot_order"),
-                can.flag("live_apply"),
-                can.flag("phases_known"),
-            ),
+            capabilities=Capabilities.read(fields.within("capabilities")),
             digest=fields.hexes("digest", 16),
             epoch=fields.maybe("epoch", fields.integer),
             manifest_digest=fields.hexes("manifest_digest", 16),

@@ -7,6 +7,7 @@ from typing import Protocol
 from eplane.placement import FloatTable
 from eplane.plan import Identity, LeaderEpoch
 from runtime.link.messages import Describe, ManifestReply, PlacementReply, RankStatus, StageCommand
+from runtime.link.samples import SamplesReply
 
 
 class EnginePort(Protocol):
@@ -37,3 +38,6 @@ class EnginePort(Protocol):
 
     def set_shares(self, digest: str, shares: FloatTable) -> bool:
         """A hint; False when `digest` is not live."""
+
+    def samples(self, after_step: int) -> SamplesReply:
+        """Routing samples of windows that end after this step. Only asked of an engine with this capability."""

@@ -179,6 +179,13 @@ def _set_shares(port: EnginePort, args: Fields) -> Json:
     return {"applied": port.set_shares(args.hexes("digest", 16), read_table(args, "shares"))}
 
 
+def _samples(port: EnginePort, args: Fields) -> Json:
+    # An engine that samples nothing needs no such call, and one that is made all the same must not end its link.
+    if not port.describe().capabilities.routing_sample:
+        raise LinkRefused(ErrorCode.BAD_REQUEST, "this engine samples no routing")
+    return port.samples(args.integer("after_step")).to_json()
+
+
 def _order(args: Fields) -> tuple[Identity, LeaderEpoch]:
     return Identity.read(args.within("identity")), LeaderEpoch.read(args.within("leader_epoch"))
 
@@ -193,6 +200,7 @@ _CALLS: dict[str, Callable[[EnginePort, Fields], Json]] = {
     "arm": _arm,
     "abort": _abort,
     "set_shares": _set_shares,
+    "samples": _samples,
 }
 
 
