@@ -19,8 +19,9 @@ FADE = 0.9
 """Weight of an error one entry older."""
 JUDGED = 10
 """Newest forecasts whose error is counted."""
-STRANGE, NEWEST, NEAR = 6.0, 4, 0.1
-"""An entry is no scenario when its distance from the forecast exceeds STRANGE times that of the newest, plus NEAR."""
+LEAP, LEAST_LEAP, AROUND, SINCE = 3.0, 0.03, 4, 2
+"""An abrupt change: a step over LEAP times the usual one plus LEAST_LEAP, still there in the AROUND entries around it, at
+least SINCE entries ago."""
 UNKNOWN_ERROR = 0.1
 """Relative error assumed before any forecast could be compared with what came."""
 
@@ -42,8 +43,23 @@ class Forecast:
 
 
 def forecast(history: NDArray[np.float64], window: int) -> Forecast:
-    """Forecast the mean share over the `window` entries after `history [W, L, E]` (tokens)."""
+    """Forecast the mean share over the `window` entries after `history [W, L, E]` (tokens).
+
+    A layer whose load changed abruptly is forecast from what came since alone.
+    """
     recent = history[-KEEP:].astype(np.float32)
+    since = _since_change(recent)
+    parts = [(np.flatnonzero(since == first), int(first)) for first in np.unique(since)]
+    if len(parts) == 1:
+        return _steady(recent[parts[0][1] :], window)
+    found = [(layers, _steady(recent[first:, layers], window)) for layers, first in parts]
+    order = np.argsort(np.concatenate([layers for layers, _ in found]))
+    names = ("mean", "scenarios", "error", "alpha")
+    return Forecast(*(np.concatenate([getattr(one, name) for _, one in found])[order] for name in names))
+
+
+def _steady(recent: Single, window: int) -> Forecast:
+    """Forecast from entries without an abrupt change."""
     entries, layers = recent.shape[:2]
     totals = recent.sum(axis=2)
     bank = _bank(recent)
@@ -59,6 +75,30 @@ def forecast(history: NDArray[np.float64], window: int) -> Forecast:
         error=error.astype(np.float32),
         alpha=np.asarray(ALPHAS, dtype=np.float32)[best],
     )
+
+
+def _since_change(recent: Single) -> NDArray[np.int64]:
+    """[L] first entry after the last abrupt change of each layer, 0 where there was none.
+
+    Drift takes steps of like size; an abrupt change is one step far longer than the others (half the sum of absolute
+    differences of shares) that what comes after does not take back. One entry alone may be a burst and is no change.
+    """
+    entries, layers = recent.shape[:2]
+    first = np.zeros(layers, dtype=np.int64)
+    live = recent.sum(axis=2) > 0
+    if entries < 2 * SINCE:
+        return first
+    shares = _shares(recent)
+    steps = np.where(live[1:] & live[:-1], 0.5 * np.abs(shares[1:] - shares[:-1]).sum(axis=2), np.nan)
+    usual = np.nanmedian(np.where(np.isnan(steps).all(axis=0), 0.0, steps), axis=0)
+    far = np.nan_to_num(steps) > LEAP * usual + LEAST_LEAP
+    for entry, layer in np.argwhere(far[: entries - SINCE]).tolist():
+        at = entry + 1
+        before = _shares(recent[max(0, at - AROUND) : at, layer].sum(axis=0))
+        after = _shares(recent[at : at + AROUND, layer].sum(axis=0))
+        if 0.5 * float(np.abs(after - before).sum()) > 0.5 * float(steps[entry, layer]):
+            first[layer] = at
+    return first
 
 
 def last_window(history: NDArray[np.float64], window: int) -> Forecast:
@@ -111,9 +151,6 @@ def _scenarios(recent: Single, totals: Single, mean: Single) -> Single:
     """[L, E, H] the last entries, moved so that their average is the forecast; too few are repeated."""
     last = _shares(recent[-SCENARIOS:])
     live = totals[-SCENARIOS:] > 0
-    # What lies before an abrupt change is no scenario of what comes: far from the forecast, as the newest entries are not.
-    away = np.abs(last - mean).sum(axis=2)
-    live &= away <= STRANGE * np.median(away[-NEWEST:], axis=0) + NEAR
     count = np.maximum(live.sum(axis=0), 1)[:, None]
     centre = np.where(live[:, :, None], last, 0).sum(axis=0) / count
     moved = np.maximum(mean + np.where(live[:, :, None], last - centre, 0), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controller.forecast import ALPHAS, SCENARIOS, UNKNOWN_ERROR, forecast, last_window
+from controller.forecast import ALPHAS, SCENARIOS, UNKNOWN_ERROR, _since_change, forecast, last_window
 
 
 def test_steady_noise_wants_a_long_memory_and_steps_a_short_one() -> None:
@@ -65,3 +65,32 @@ def test_a_layer_without_tokens_is_even() -> None:
     assert np.allclose(seen.mean, 0.2)
     assert np.isfinite(seen.scenarios).all()
     assert np.isfinite(seen.error).all()
+
+
+def _far(a: np.ndarray, b: np.ndarray) -> float:
+    return 0.5 * float(np.abs(a / a.sum() - b / b.sum()).sum())
+
+
+def test_after_an_abrupt_change_only_what_came_since_counts() -> None:
+    rng = np.random.default_rng(4)
+    before, after = rng.lognormal(5, 1, (2, 1, 64))
+    history = np.concatenate([rng.poisson(before, (20, 1, 64)), rng.poisson(after, (3, 1, 64))]).astype(np.float64)
+    seen = forecast(history, 8)
+    assert _far(seen.mean[0], after[0]) < 0.06 < 0.3 < _far(after[0], before[0])
+    assert np.abs(seen.scenarios.mean(axis=2) - seen.mean).max() < 2e-3
+    # The other layer's history is whole, and its forecast what it is alone.
+    calm = rng.poisson(before, (23, 1, 64)).astype(np.float64)
+    both = forecast(np.concatenate([history, calm], axis=1), 8)
+    assert np.array_equal(both.mean[0], seen.mean[0])
+    assert np.allclose(both.mean[1], forecast(calm, 8).mean[0])
+
+
+def test_a_burst_or_steady_drift_is_no_change() -> None:
+    rng = np.random.default_rng(5)
+    usual, odd = rng.lognormal(5, 1, (2, 1, 64))
+    history = rng.poisson(usual, (20, 1, 64)).astype(np.float64)
+    history[15] = rng.poisson(odd)
+    assert _far(forecast(history, 8).mean[0], usual[0]) < 0.15
+    walk = np.exp(np.cumsum(rng.normal(0, 0.1, (24, 1, 64)), axis=0)) * 1e4
+    assert _since_change(walk.astype(np.float32)).tolist() == [0]
+    assert _since_change(history[:3].astype(np.float32)).tolist() == [0]
