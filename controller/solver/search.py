@@ -118,12 +118,13 @@ class Search:
         self.objective = np.asarray((loads / p.capacity).max(axis=1))
         self.moved[:] = count_moves(p.prior, flat, p.ranks, p.experts)
 
-    def begin(self, layer: int, table: Ints) -> None:
-        """Take `table [R, K]` as the layer's placement and measure it."""
+    def begin(self, layer: int, table: Ints) -> kernel.Rules:
+        """Take `table [R, K]` as the layer's placement and measure it. Returns the rules that `state` was made for."""
         self.tables[layer] = table
-        self._setup(layer, table)
+        rules = self._setup(layer, table)
         self.moved[layer] = self._moves(layer, table)
         self.done[layer] = False
+        return rules
 
     def _moves(self, layer: int, table: Ints) -> int:
         """Experts on ranks that did not hold them in the prior."""
