@@ -175,6 +175,9 @@ def read_answer(reply: dict[str, Any]) -> Answer:
         values["decisions"] = tuple(values["decisions"])
         steps = values["predicted_step_us"]
         values["predicted_step_us"] = None if steps is None else (float(steps[0]), float(steps[1]))
+        nodes = values["nodes_per_token"]
+        if nodes is not None:
+            values["nodes_per_token"] = (None if nodes[0] is None else float(nodes[0]), float(nodes[1]))
     except (KeyError, TypeError, IndexError) as wrong:
         raise SolverFailed(f"the solver's answer lacks {wrong}") from wrong
     return Answer(**values)

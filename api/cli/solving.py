@@ -73,6 +73,7 @@ def _answer_table(value: dict[str, Any]) -> str:
             ("balancedness", f"{number(min(balance, default=None))} at the worst layer"),
             ("moves", value.get("moves")),
             ("bytes", size(value.get("bytes_moved"))),
+            ("nodes per token", value.get("nodes_per_token")),
             ("step time", times),
             ("solved in", f"{number(value.get('seconds'))} s"),
         )

@@ -20,6 +20,7 @@ from controller.solver.measure import (
     twice,
 )
 from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy, frozen
+from controller.solver.touched import nodes_per_token
 from eplane.errors import AnswerError
 
 
@@ -29,7 +30,8 @@ class Answer:
 
     placement [L, P] slot -> expert, -1 empty; shares [L, P] part of an expert's tokens that a slot takes;
     rank_load [L, R] tokens; balancedness, bound [L]; moves: experts that a rank must receive; cross_node_share: part of
-    the tokens that must change node; predicted_step_us: (before, after) of all layers together, None without a cost
+    the tokens that must change node; nodes_per_token: (before, after) nodes that a sampled token touches, before None
+    without a prior, the whole None without a sample or on one node; predicted_step_us: (before, after) of all layers together, None without a cost
     model or prior; decisions: one sentence for each change and each refusal; seconds: how long the solve took.
     """
 
@@ -42,6 +44,7 @@ class Answer:
     moves_of_layer: Ints
     bytes_moved: int
     cross_node_share: float
+    nodes_per_token: tuple[float | None, float] | None
     predicted_step_us: tuple[float, float] | None
     policy: str
     strategy: str
@@ -76,6 +79,7 @@ class Answer:
             moves_of_layer=frozen(moves),
             bytes_moved=int(moves.sum()) * problem.bundle_bytes,
             cross_node_share=cross_node_share(problem, load, placement, shares),
+            nodes_per_token=_nodes(problem, placement, shares),
             predicted_step_us=_predicted(problem, load, placement, shares),
             policy=policy,
             strategy=strategy,
@@ -86,6 +90,10 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         before, after = self.predicted_step_us or (None, None)
+        nodes = None
+        if self.nodes_per_token is not None:
+            was, becomes = self.nodes_per_token
+            nodes = {"before": None if was is None else round(was, 6), "after": round(becomes, 6)}
         return {
             "policy": self.policy,
             "strategy": self.strategy,
@@ -98,10 +106,20 @@ class Answer:
             "moves_of_layer": self.moves_of_layer.tolist(),
             "bytes_moved": self.bytes_moved,
             "cross_node_share": round(self.cross_node_share, 6),
+            "nodes_per_token": nodes,
             "predicted_step_us": {"before": before, "after": after},
             "decisions": list(self.decisions),
             "seconds": round(self.seconds, 6),
         }
+
+
+def _nodes(problem: Problem, placement: Ints, shares: Floats) -> tuple[float | None, float] | None:
+    after = nodes_per_token(problem, placement, shares)
+    if after is None:
+        return None
+    if problem.prior is None:
+        return None, after
+    return nodes_per_token(problem, problem.prior, even_shares(problem.prior, problem.experts)), after
 
 
 def _predicted(problem: Problem, load: Floats, placement: Ints, shares: Floats) -> tuple[float, float] | None:

@@ -21,6 +21,7 @@ from controller.solver.grouping import home_nodes
 from controller.solver.methods.eplb import fill_gaps
 from controller.solver.problem import Bools, Floats, Ints, Problem, RankCost, ShareMode, Strategy
 from controller.solver.repair import keep_places, repair
+from controller.solver.touched import counts_nodes
 
 if TYPE_CHECKING:
     from controller.solver.search import Search
@@ -49,6 +50,10 @@ class EPlanePolicy:
     name = "eplane"
 
     def solve(self, problem: Problem) -> Answer:
+        if counts_nodes(problem):
+            from controller.solver.coactivation import solve_near
+
+            return solve_near(problem, self.balanced)
         return self.balanced(problem)
 
     def balanced(self, problem: Problem) -> Answer:
