@@ -42,7 +42,7 @@ class StepState:
     armed: int
     phases: torch.Tensor  # [T] PREFILL or DECODE of each own token
     sampled: torch.Tensor | None = None  # [n] own tokens whose routing is wanted
-    routed: list[torch.Tensor] = field(default_factory=list)  # [n, k] experts of these, a layer each
+    routed: list[torch.Tensor] = field(default_factory=list)  # [T', k] experts as each layer got them, if any is wanted
     tokens_of: list[int] | None = None  # of each rank, from the headers
     arrived: torch.Tensor | None = None  # [2, L, K] tokens that came to each own slot
 
@@ -107,8 +107,9 @@ class Dispatcher:
 
     @property
     def routed(self) -> torch.Tensor:
-        """`[n, L, k]` experts of the sampled tokens of this step; on CPU, by one copy for all layers."""
-        return torch.stack(self._running().routed, 1).cpu()
+        """`[n, L, k]` experts of the sampled tokens of this step, on CPU: two operations and a copy for all layers."""
+        state = self._running()
+        return torch.stack(state.routed)[:, state.sampled].transpose(0, 1).cpu()
 
     def layer(
         self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -120,7 +121,7 @@ class Dispatcher:
         state = self._running()
         tokens = state.phases.shape[0]
         if state.sampled is not None:
-            state.routed.append(top_k_index[state.sampled])
+            state.routed.append(top_k_index)
         own = hidden[:tokens]
         slots = state.table.choose(layer, top_k_index[:tokens].reshape(-1)).view(tokens, self._top_k)
         sent = self._pack(state, own, slots)
