@@ -62,6 +62,16 @@ class Found:
     def target(self) -> Placement:
         return self.after.placement
 
+    @property
+    def moves(self) -> int:
+        """Bundles that travel."""
+        return sum(len(wave.loads) for wave in self.waves)
+
+    @property
+    def told(self) -> str:
+        waves = len(self.waves)
+        return f"{self.moves} moves in {waves} waves: {self.estimate.sentence}"
+
 
 def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The placement problem, in the solver's own terms. `options` may replace any of its fields."""
@@ -118,13 +128,15 @@ def undecided(error: EPlaneError) -> Said:
 class Decider:
     """Finds changes for one group. Keeps the one that waits for later traffic to confirm it.
 
-    `timed` measures each search for a new change.
+    `timed` measures each search for a new change. `refused_by`: the goal that refused or throttled what `decide` found
+    last, or `confirm` where later traffic did not confirm it.
     """
 
     def __init__(self, solver: Solver, timed: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._solver = solver
         self._timed = timed
         self._waiting: Found | None = None
+        self.refused_by: str | None = None
 
     async def decide(self, facts: Facts) -> Found | Said:
         """A change that every goal agrees to and that later traffic confirmed; else the sentence why there is none.
@@ -132,6 +144,7 @@ class Decider:
         Raises one of UNDECIDED.
         """
         now = f"balancedness {facts.balancedness:.3f}"
+        self.refused_by = None
         confirmed = await self._confirmed(facts)
         if isinstance(confirmed, tuple):
             return confirmed
@@ -143,6 +156,7 @@ class Decider:
             return VerdictKind.STATIC, f"{now}; the policy is static: nothing moves"
         if found is None:
             return VerdictKind.LEVEL, f"{now}; no change would help"
+        self.refused_by = found.verdict.refused_by
         if found.verdict.ruling is Ruling.NO:
             return VerdictKind.NOT_WORTH_IT, f"{now}; {found.verdict.sentence}"
         if found.verdict.ruling is Ruling.THROTTLE:
@@ -163,6 +177,7 @@ class Decider:
         self._waiting = None
         if holds:
             return await self.judged(facts, waiting.target, waiting.policy, waiting.sentences)
+        self.refused_by = "confirm"
         gained = 0.0 if later is None else later.part
         sentence = f"a change that promised {waiting.estimate.part:.1%} would have gained {gained:.1%}"
         return VerdictKind.NOT_WORTH_IT, sentence

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 from controller import views
 from controller.decide import Found
 from controller.explain import anomalies, explain
@@ -53,6 +55,10 @@ class Desk:
 
     async def windows(self, since_step: int = -1) -> Json:
         return views.windows(self.group, since_step)
+
+    async def recording(self, since_step: int = -1, world: str | None = None) -> Mapping[str, NDArray[Any]] | None:
+        """All windows that are kept, as arrays; None where none is newer."""
+        return views.recording(self.group, since_step, world)
 
     async def placement(self, epoch: int | None = None) -> Json:
         return views.placement(self.group, epoch)

@@ -119,8 +119,13 @@ def predicted_s(
     return float(layer_s(problem, load, split.placement.p2l, split.shares, hardware).sum())
 
 
-def travel_s(world: World, waves: Sequence[WavePlan], hardware: Hardware, bytes_per_s: float | None) -> float:
-    """Seconds in which bundles travel: over the slower links where there are several nodes, or as the rate limit allows."""
+def link_rate(world: World, hardware: Hardware, bytes_per_s: float | None) -> float:
+    """Bytes a second that a rank receives or serves: the slower links where there are several nodes, or the rate limit."""
     link = hardware.far_s if len(world.nodes) > 1 else hardware.near_s
-    rate = link if bytes_per_s is None else min(link, bytes_per_s)
+    return link if bytes_per_s is None else min(link, bytes_per_s)
+
+
+def travel_s(world: World, waves: Sequence[WavePlan], hardware: Hardware, bytes_per_s: float | None) -> float:
+    """Seconds in which bundles travel."""
+    rate = link_rate(world, hardware, bytes_per_s)
     return sum(transfer_seconds(wave, world.slots, world.shape.bundle_bytes, rate) for wave in waves)

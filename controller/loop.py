@@ -43,8 +43,7 @@ class Loop:
         if self._lead.state.mode() is not Mode.AUTO:
             return VerdictKind.PROPOSED, f"plan {plan.id} is proposed: {found.estimate.sentence}"
         migration = await self._lead.execute(plan.id)
-        moves = f"{plan.moves} moves in {len(plan.waves)} waves"
-        return VerdictKind.STARTED, f"migration {migration} begins, {moves}: {found.estimate.sentence}"
+        return VerdictKind.STARTED, f"migration {migration} begins, {found.told}"
 
     def _judge(self, facts: Facts | None) -> Said | None:
         """Why nothing is to be decided now, if so."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controller.group import Group
 from controller.observe import balancedness, mean_balancedness
@@ -19,6 +20,8 @@ from eplane.work import MigrationRecord
 Json = dict[str, Any]
 # Windows that the figures of `status` and `load` are taken over.
 SHOWN_WINDOWS = 16
+# More than a group's settings let it keep.
+MAX_WINDOWS = 1 << 20
 
 
 def status(group: Group, term: LeaderEpoch | None, trouble: str | None) -> Json:
@@ -155,6 +158,29 @@ def windows(group: Group, since_step: int) -> list[Json]:
         for s in group.book.newest(SHOWN_WINDOWS)
         if s.window.last_step > since_step
     ]
+
+
+def recording(group: Group, since_step: int, world: str | None) -> dict[str, NDArray[Any]] | None:
+    """Every complete window that is kept and ends after `since_step`, oldest first, as arrays with one row a window.
+
+    `world`: the one that `since_step` counts in; in another world all windows are new. None where there is none.
+    """
+    seen = group.book.newest(MAX_WINDOWS)
+    mine = group.book.world
+    if mine is not None and world in (None, mine.world):
+        seen = tuple(s for s in seen if s.window.last_step > since_step)
+    if not seen:
+        return None
+    load = np.stack([s.window.total for s in seen])
+    # Tokens are counted, so their sums are whole numbers.
+    whole = np.int32 if load.max() <= np.iinfo(np.int32).max else np.int64
+    return {
+        "load": np.rint(load).astype(whole),
+        "first_step": np.array([s.window.first_step for s in seen], dtype=np.int64),
+        "last_step": np.array([s.window.last_step for s in seen], dtype=np.int64),
+        "digest": np.array([s.window.digest for s in seen]),
+        "world": np.array([s.window.world for s in seen]),
+    }
 
 
 def placement(group: Group, epoch: int | None) -> Json:

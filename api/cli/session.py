@@ -62,6 +62,10 @@ class Session:
         """GET /v1/groups/GROUP/parts..."""
         return self._connect().get(self._path(*parts), from_leader=from_leader, **query)
 
+    def fetch(self, *parts: object, **query: Any) -> bytes:
+        """Bytes from the leader; empty where it has none."""
+        return self._connect().fetch(self._path(*parts), **query)
+
     def read(self, path: str) -> Any:
         return self._connect().get(path)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import io
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from api.access import Group, Prefer, Reader, controller_of, desk_of, reading_desk, reply
 
@@ -42,6 +45,33 @@ async def read_windows(
     prefer: Prefer = None,
 ) -> JSONResponse:
     return reply({"windows": await reading_desk(request, group, prefer).windows(since_step)})
+
+
+@router.get(
+    "/{group}/recording",
+    summary="All complete load windows that are kept, as .npz: load [W, L, E], first_step, last_step, ...; 204: none newer",
+    response_class=Response,
+)
+async def read_recording(
+    request: Request,
+    group: Group,
+    caller: Reader,
+    since_step: Annotated[int, Query(ge=-1)] = -1,
+    world: Annotated[str | None, Query(max_length=64, description="the world that since_step counts in")] = None,
+    prefer: Prefer = None,
+) -> Response:
+    found = await reading_desk(request, group, prefer).recording(since_step, world)
+    if found is None:
+        return Response(status_code=204)
+    return Response(await asyncio.to_thread(_npz, found), media_type="application/octet-stream")
+
+
+def _npz(arrays: Mapping[str, Any]) -> bytes:
+    import numpy as np
+
+    made = io.BytesIO()
+    np.savez(made, **arrays)
+    return made.getvalue()
 
 
 @router.get("/{group}/placement", summary="Which expert every slot holds: now, or in an epoch of the past")

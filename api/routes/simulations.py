@@ -13,10 +13,10 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response
@@ -35,16 +35,29 @@ router = APIRouter(prefix="/v1/groups/{group}/simulations", tags=["simulations"]
 KEPT = 16
 LIMIT_S = 300.0
 _FURTHER = (OPTIONS - {"window"}) | {"shares"}
+# The group's settings hold in a group's own world only: another one has no node of theirs.
+_OWN_WORLD = ("prior", "node_names", "cells")
 SimulationId = Annotated[str, Path(pattern=ID_PATTERN)]
 
 
 class SimulationRequest(Change):
     policies: list[str] = Field(default=["static", "eplane"], min_length=1, max_length=8)
-    window: int = Field(default=1, ge=1, description="recorded windows between two decisions")
+    window: int | None = Field(
+        default=None, ge=1, description="recorded windows in a load window; null: 1, with gate that of the settings"
+    )
     ranks: int | None = Field(default=None, ge=1, description="null: as many as the group has")
     slots: int | None = Field(default=None, ge=1, description="of a rank in a layer; null: as the group has")
     hardware: str | None = Field(default=None, description="cost model; null: that of the settings")
-    gate: bool = Field(default=False, description="move only when the cost model says that it pays")
+    gate: bool = Field(default=False, description="decide as the group's controller: its goals, gate, waves and limits")
+    settings: dict[str, Any] = Field(default_factory=dict, description="with gate: instead of the group's own")
+    prior: Literal["none", "linear", "live"] | None = Field(
+        default=None, description="what serves first; null: the live placement with gate, else none"
+    )
+    every: int | None = Field(default=None, ge=1, description="windows between two decisions; null: `window`")
+    delay: int | None = Field(default=None, ge=0, description="windows until a placement is live; null: as predicted")
+    entry_s: float | None = Field(
+        default=None, gt=0, description="seconds of a recorded window, for cooldown and limits"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="for the policies, as in a plan")
 
 
@@ -152,24 +165,26 @@ async def simulate(request: Request, group: Group, change: SimulationRequest, ch
         raise NotLeader(None)
 
     async def work() -> Response:
-        from api.simulating import check, request_of, windows_trace
+        from api.simulating import check, request_of
 
-        windows = plain(await desk.windows())
-        if not windows:
+        found = await desk.recording()
+        if found is None:
             raise Conflict("no load window is recorded yet: there is nothing to simulate on")
-        load = windows_trace(windows, "the group's windows")
-        settings = await _settings(desk, change)
+        load, steps = found["load"], (int(found["first_step"][0]), int(found["last_step"][-1]))
+        settings = await _settings(desk, change, (steps[1] - steps[0]) // len(load))
         check(load, change.policies, settings)
         about = {
             "policies": change.policies,
-            "window": change.window,
+            "window": settings.window,
+            "every": settings.every,
+            "prior": _prior_of(change),
             "ranks": settings.ranks,
             "slots_per_rank": settings.slots_per_rank,
             "hardware": settings.hardware,
             "gate": change.gate,
             "windows": len(load),
-            "first_step": windows[-len(load)].get("first_step"),
-            "last_step": windows[-1].get("last_step"),
+            "first_step": steps[0],
+            "last_step": steps[1],
             "actor": changer.actor(change),
             "reason": change.reason,
         }
@@ -202,31 +217,50 @@ def simulations_of(request: Request) -> Simulations:
     return simulations
 
 
-async def _settings(desk: DeskPort, asked: SimulationRequest) -> SimulationSettings:
+def _prior_of(asked: SimulationRequest) -> str:
+    return asked.prior or ("live" if asked.gate and _at_home(asked) else "linear" if asked.gate else "none")
+
+
+def _at_home(asked: SimulationRequest) -> bool:
+    """Whether the world asked for is the group's own."""
+    return asked.ranks is None and asked.slots is None
+
+
+async def _settings(desk: DeskPort, asked: SimulationRequest, entry_steps: int) -> SimulationSettings:
     """The group's world as it is, with what is asked for otherwise."""
+    from api.simulating import of_group
+
     for name in asked.options:
         if name not in _FURTHER:
             raise Invalid(f"options.{name}"[:80], f"is not known; known are {', '.join(sorted(_FURTHER))}")
+    if asked.settings and not asked.gate:
+        raise Invalid("settings", "are looked at with gate only")
     placement, config = plain(await desk.placement()), plain(await desk.config())
-    ranks = int(placement["ranks"])
-    slots = len(placement["p2l"][0]) // ranks
-    fields = dict(asked.options)
-    if asked.ranks in (None, ranks):
-        fields |= _nodes(plain(await desk.nodes()), ranks)
     world = plain(await desk.status()).get("world") or {}
-    if "bundle_bytes" in world:
-        fields["bundle_bytes"] = world["bundle_bytes"]
+    own = of_group(placement, config, plain(await desk.nodes()), world)
+    if asked.ranks not in (None, own["ranks"]):
+        own["fields"].pop("node_of_rank", None)
+        own["group"]["drained"] = []
+    if not _at_home(asked):
+        own |= dict.fromkeys(_OWN_WORLD)
+    prior = _prior_of(asked)
+    if prior == "live" and own["prior"] is None:
+        raise Invalid("prior", "live is a placement of other ranks or slots than are asked for")
+    hardware = asked.hardware or config.get("hardware")
     return SimulationSettings(
-        ranks=asked.ranks or ranks,
-        slots_per_rank=asked.slots or slots,
-        window=asked.window,
-        hardware=asked.hardware or config.get("hardware"),
-        gate=asked.gate,
-        fields=fields,
+        **{
+            **own,
+            "ranks": asked.ranks or own["ranks"],
+            "slots_per_rank": asked.slots or own["slots_per_rank"],
+            "window": asked.window or (int(config.get("window", 1)) if asked.gate else 1),
+            "hardware": hardware or ("demo" if asked.gate else None),
+            "gate": asked.gate,
+            "fields": {**own["fields"], **asked.options},
+            "group": {**own["group"], **asked.settings} if asked.gate else None,
+            "prior": own["prior"] if prior == "live" else None if prior == "none" else prior,
+            "every": asked.every,
+            "delay": asked.delay,
+            "entry_s": asked.entry_s,
+            "entry_steps": max(1, entry_steps) if asked.gate else None,
+        }
     )
-
-
-def _nodes(nodes: Sequence[Mapping[str, Json]], ranks: int) -> dict[str, list[int]]:
-    """`node_of_rank`, when the nodes that are known hold every rank."""
-    of = {rank: number for number, node in enumerate(nodes) for rank in node.get("ranks") or ()}
-    return {"node_of_rank": [of[rank] for rank in range(ranks)]} if set(range(ranks)) <= of.keys() else {}

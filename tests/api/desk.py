@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from eplane.errors import Conflict, Invalid, NotFound, NotLeader, RefusedByGoal, StoreUnavailable
 
 MODES = ("off", "observe", "propose", "auto")
@@ -87,6 +89,14 @@ class SmallDesk:
         entry = {"world": "w", "digest": "00ff00ff00ff00ff", "load": [[5.0, 3.0, 2.0]], "rank_load": [[7.0, 3.0]]}
         ends = [8 * (number + 1) for number in range(self.recorded)]
         return [{**entry, "first_step": end - 8, "last_step": end} for end in ends if end > since_step]
+
+    async def recording(self, since_step: int = -1, world: str | None = None) -> Any:
+        found = await self.windows(since_step if world in (None, "w") else -1)
+        if not found:
+            return None
+        steps = {name: np.array([w[name] for w in found]) for name in ("first_step", "last_step")}
+        named = {name: np.array([w[name] for w in found]) for name in ("world", "digest")}
+        return {"load": np.array([w["load"] for w in found], dtype=np.int32), **steps, **named}
 
     async def placement(self, epoch: int | None = None) -> Any:
         if epoch is not None and epoch > self.epoch:

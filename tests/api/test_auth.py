@@ -27,6 +27,7 @@ ROUTES: dict[tuple[str, str], Right] = {
     ("GET", f"{G}/status"): Right.READ,
     ("GET", f"{G}/load"): Right.READ,
     ("GET", f"{G}/windows"): Right.READ,
+    ("GET", f"{G}/recording"): Right.READ,
     ("GET", f"{G}/placement"): Right.READ,
     ("GET", f"{G}/nodes"): Right.READ,
     ("GET", f"{G}/goals"): Right.READ,

@@ -97,8 +97,10 @@ def test_slots_by_rank_and_fields_of_the_problem(trace: Path, capsys: pytest.Cap
     assert (value["slots_per_rank"], value["hardware"], value["results"][0]["step_us"]) == ([3, 2, 2, 2], None, None)
     small = answered(capsys, str(trace), *SHAPE, "--set", "bundle_bytes=10")["results"][1]
     assert small["bytes"] == 10 * small["moves"] > 0
-    held = answered(capsys, str(trace), *SHAPE, "--gate", "--set", "bundle_bytes=1000000000000")["results"][1]
+    far = ("--gate", "--set", "bundle_bytes=1000000000000", "--set", "horizon_s=0.5")
+    held = answered(capsys, str(trace), *SHAPE, *far)["results"][1]
     assert held["moves"] == 0
+    assert held["refused"] == {"gain": held["verdicts"]["not_worth_it"]}
 
 
 def test_the_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,13 +36,21 @@ def test_eplane_beats_static_on_windows_not_seen() -> None:
 
 
 def test_the_gate_holds_moves_that_do_not_pay() -> None:
-    base = {"window": 4, "hardware": "atlas800i-a2", "gate": True, "step_tokens": 24 * 81.0, "policy": "eplb"}
-    short = simulate(trace(), SimulationSettings(4, 8, horizon_steps=1, **base))
-    assert short.summary()["moves"] == 0
-    assert any("not worth it" in w.sentence for w in short.warm)
-    long = simulate(trace(), SimulationSettings(4, 8, horizon_steps=10**9, **{**base, "step_tokens": 24 * 4000.0}))
-    assert long.summary()["moves"] > 0
-    assert long.summary()["step_us"] > 0
+    base = {"window": 4, "hardware": "atlas800i-a2", "step_tokens": 24 * 4000.0, "policy": "eplb", "prior": "linear"}
+    base["fields"] = {"bundle_bytes": 10**9}
+    free = {"confirm": False, "min_window_tokens": 0, "cooldown_s": 0}
+    held = simulate(trace(), SimulationSettings(4, 8, group={**free, "horizon_s": 0.1, "interference": 1}, **base))
+    assert held.summary()["moves"] == held.summary()["waves"] == 0
+    assert held.summary()["verdicts"] == {"not_worth_it": 4}
+    assert held.summary()["refused"] == {"gain": 4}
+    assert all("not worth it, 0." in w.sentence for w in held.warm)
+    made = simulate(trace(), SimulationSettings(4, 8, group=free, **base)).summary()
+    assert made["verdicts"]["started"] == made["rebalances"] > 0
+    assert made["moves"] > 0
+    assert made["migration_s"] > 0
+    assert made["next"] > held.summary()["next"]
+    assert made["step_us"] < held.summary()["step_us"]
+    assert made["tokens_a_second"] == pytest.approx(24 * 4000.0 / made["step_us"] * 1e6)
 
 
 def test_bad_traces_are_refused() -> None:
