@@ -23,7 +23,7 @@ class Change(BaseModel):
 
 
 class ProposeRequest(Change):
-    policy: Literal["static", "eplb", "omni", "swift", "flash", "eplane"] | None = Field(
+    policy: Literal["static", "eplb", "omni", "omni-swap", "swift", "flash", "eplane"] | None = Field(
         default=None, description="null: the policy of the group's settings"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="for the policy and the planner")

@@ -26,6 +26,7 @@ def policies() -> dict[str, Policy]:
     from controller.solver.methods.eplb import EplbPolicy
     from controller.solver.methods.flash import FlashPolicy
     from controller.solver.methods.omni import OmniPolicy
+    from controller.solver.methods.omni_swap import OmniSwapPolicy
     from controller.solver.methods.static import StaticPolicy
     from controller.solver.methods.swift import SwiftPolicy
 
@@ -33,6 +34,7 @@ def policies() -> dict[str, Policy]:
         StaticPolicy(),
         EplbPolicy(),
         OmniPolicy(),
+        OmniSwapPolicy(),
         SwiftPolicy(),
         FlashPolicy(),
         EPlanePolicy(),

@@ -12,7 +12,7 @@ from controller.solver.measure import copies_of, held
 from eplane.errors import AnswerError, ProblemError
 
 NAMES = sorted(policies())
-STEADY = [name for name in NAMES if name not in ("swift", "omni")]
+STEADY = [name for name in NAMES if name not in ("swift", "omni", "omni-swap")]
 
 
 def load(seed: int, layers: int = 3, experts: int = 12, windows: int = 8) -> np.ndarray:

@@ -1,13 +1,14 @@
-"""`omni`: the greedy of OmniPlacement (omni-infer), written anew from its published description.
+"""`omni`: OmniPlacement (omni-infer), written anew from its published behaviour.
 
-Cold start, its static form: one uniform number of redundant slots a rank; the next copy to the expert with most tokens a
-copy, at most `LIMIT` copies; longest first onto the least loaded rank that has room and lacks the expert; heavy ranks are
-spread over hosts. Under a slot budget the redundancy goes to the heaviest layers only (its layer-wise form).
+A layer of max / mean under 1.1 stays, and so does one whose max / min exceeds 300. For any other the greedy places
+from scratch with no redundant slot a rank, with one, and so on to all there are: the next copy to the expert with
+most tokens a copy, at most `LIMIT` copies; longest first onto the least loaded rank that has room and lacks the
+expert; ranks dealt out over the nodes in turn. The best of these is taken if max / mean falls by more than 0.05.
+Slots beyond its redundancy stay empty. A cold start has nothing to keep: these thresholds do not hold for it.
 
-From a placement, its dynamic form: smoothed slot counts; REMOVE a redundant copy from a hot rank while that lowers
-max / min; then alternate HIGH (the hottest rank swaps with, or adds a copy over, any slot elsewhere) and LOW (the coldest
-rank takes a hotter expert in a swap), at most `STEPS`, until max / min < 1.1 or two steps in a row fail. Layers whose
-max / min exceeds 300 are left alone, as published. It is not idempotent, as published.
+Under a slot budget the redundancy goes to the heaviest layers only, one slot a rank while it lasts (the layer-wise
+static form). The original refuses experts or redundant slots that ranks do not divide evenly; here the last round of
+each is uneven instead. It is not idempotent, as published. `omni-swap` is the instruction greedy of the same project.
 """
 
 from __future__ import annotations
@@ -15,203 +16,117 @@ from __future__ import annotations
 import numpy as np
 
 from controller.solver.answer import Answer
-from controller.solver.methods.eplb import fill_gaps, pack_apart
-from controller.solver.methods.heat import copies, slot_heat, start_table
-from controller.solver.problem import EMPTY, Floats, Ints, Problem
-from controller.solver.repair import repair
+from controller.solver.methods.eplb import pack_apart
+from controller.solver.methods.heat import slot_heat, start_table
+from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy
+from controller.solver.repair import keep_places, repair
 
-RATIO, OUTLIER, STEPS, LIMIT = 1.1, 300.0, 32, 10
+RATIO, GAIN, OUTLIER, LIMIT = 1.1, 0.05, 300.0, 10
 
 
 class OmniPolicy:
-    """OmniPlacement: from scratch at a cold start, then add, remove and swap."""
+    """From scratch, layer by layer, where a layer is out of balance and it helps."""
 
     name = "omni"
 
     def solve(self, problem: Problem) -> Answer:
         load = problem.observed()
-        if problem.prior is None:
-            table = _static(problem, load)
-            note = "static form: copies to the hottest, longest first"
-        else:
-            table = start_table(problem, load)
-            changed = sum(_dynamic(problem, layer, table[layer], load[layer]) for layer in range(problem.layers))
-            note = f"dynamic form: {changed} instructions on the load window"
-        placement = repair(problem, table.reshape(problem.layers, problem.slots), load)
-        if problem.prior is None:
-            placement = fill_gaps(problem, placement, load)
-        return Answer.of(problem, placement, policy=self.name, strategy="greedy", decisions=[note])
+        table = start_table(problem, load)
+        extra = layer_budget(problem, load)
+        changed = sum(
+            _place(problem, layer, table[layer], load[layer], int(extra[layer])) for layer in range(problem.layers)
+        )
+        placement = keep_places(problem, table.reshape(problem.layers, problem.slots))
+        decisions = [f"{changed} of {problem.layers} layers placed anew"]
+        uneven = (problem.experts % problem.ranks, (problem.slots - problem.experts) % problem.ranks)
+        if any(uneven):
+            decisions.append(
+                "experts and slots do not divide evenly over the ranks, which the published program refuses"
+            )
+        return Answer.of(
+            problem, repair(problem, placement, load), policy=self.name, strategy="greedy", decisions=decisions
+        )
 
 
-def _static(problem: Problem, load: Floats) -> Ints:
+def _place(problem: Problem, layer: int, table: Ints, load: Floats, extra: int) -> bool:
+    """Place one layer's table [R, K] anew, if that is called for; says whether."""
+    usable = problem.usable[layer]
+    use = usable > 0
+    heat = slot_heat(load, table, problem.experts).sum(axis=1)[use]
+    mean = float(heat.mean())
+    warm = problem.prior is not None
+    if mean <= 0 or (warm and (heat.max() / mean < RATIO or heat.max() / max(float(heat.min()), 1.0) > OUTLIER)):
+        return False
+    found: list[tuple[float, Ints]] = []
+    hosts = int(use.sum())
+    most = min(problem.experts + extra, int(usable.sum()))
+    for total in [*range(problem.experts, most, hosts), most]:
+        plan = np.full_like(table, EMPTY)
+        expert_of = _replicate(load, total - problem.experts, hosts)
+        pack_apart(load, expert_of, _evenly(usable, total), plan)
+        if (plan != EMPTY).sum() == len(expert_of):
+            found.append((float(slot_heat(load, plan, problem.experts).sum(axis=1)[use].max()) / mean, plan))
+    if not found:
+        return False
+    best, plan = min(found, key=lambda f: f[0])
+    if warm and best >= heat.max() / mean - GAIN:
+        return False
+    table[:] = _over_nodes(problem, plan, usable)
+    return True
+
+
+def _evenly(usable: Ints, total: int) -> Ints:
+    """[R] places in use of each rank, `total` in all: as even as the ranks allow, the last ones short."""
+    level = next(k for k in range(1, int(usable.max()) + 1) if int(np.minimum(usable, k).sum()) >= total)
+    rooms = np.asarray(np.minimum(usable, level))
+    over = int(rooms.sum()) - total
+    if over:
+        rooms[np.flatnonzero(rooms == level)[-over:]] -= 1
+    return rooms
+
+
+def _over_nodes(problem: Problem, plan: Ints, usable: Ints) -> Ints:
+    """[R, K] the ranks of `plan` dealt out over the nodes in turn, where ranks are alike."""
+    bound = problem.spread > 1 or problem.strategy is Strategy.HIERARCHICAL or problem.pinned.size > 0
+    sizes = np.bincount(problem.node_of_rank, minlength=problem.nodes)
+    if bound or np.unique(usable).size > 1 or np.unique(sizes).size > 1:
+        return plan
+    seats = np.argsort(problem.node_of_rank, kind="stable").reshape(problem.nodes, -1)
+    out = np.empty_like(plan)
+    out[seats.T.ravel()] = plan
+    return out
+
+
+def static_form(problem: Problem, load: Floats) -> Ints:
+    """[L, R, K] from scratch with all the redundancy that each layer's budget allows."""
     table = np.full((problem.layers, problem.ranks, problem.per_rank), EMPTY, dtype=np.int32)
-    room = problem.usable.sum(axis=1)
-    extra = _layer_budget(problem, load, room)
+    extra = layer_budget(problem, load)
     for layer in range(problem.layers):
-        expert_of = _replicate(load[layer], int(extra[layer]), problem)
+        expert_of = _replicate(load[layer], int(extra[layer]), int((problem.usable[layer] > 0).sum()))
         pack_apart(load[layer], expert_of, problem.usable[layer], table[layer])
     return table
 
 
-def _layer_budget(problem: Problem, load: Floats, room: Ints) -> Ints:
+def layer_budget(problem: Problem, load: Floats) -> Ints:
     """[L] redundant slots: all there are, or one a rank for the heaviest layers while the budget lasts."""
-    spare = room - problem.experts
+    spare = problem.usable.sum(axis=1) - problem.experts
     if problem.slot_budget is None:
-        return np.minimum(spare, problem.experts * (LIMIT - 1))
+        return np.asarray(np.minimum(spare, problem.experts * (LIMIT - 1)))
     out = np.zeros(problem.layers, dtype=np.int64)
     left = problem.slot_budget
-    base = load.reshape(problem.layers, -1)
-    for layer in np.argsort(-base.max(axis=1), kind="stable").tolist():
+    for layer in np.argsort(-load.max(axis=1), kind="stable").tolist():
         out[layer] = min(left, int(spare[layer]), problem.ranks)
         left -= int(out[layer])
     return out
 
 
-def _replicate(load: Floats, extra: int, problem: Problem) -> list[int]:
-    counts = np.ones(problem.experts, dtype=np.int64)
-    limit = min(LIMIT, problem.ranks)
+def _replicate(load: Floats, extra: int, ranks: int) -> list[int]:
+    """Expert of each item: one of each, and `extra` more, always to the expert with most tokens a copy."""
+    counts = np.ones(len(load), dtype=np.int64)
     for _ in range(extra):
-        each = np.where(counts < limit, load / counts, -1.0)
+        each = np.where(counts < min(LIMIT, ranks), load / counts, -1.0)
         best = int(each.argmax())
         if each[best] < 0:
             break
         counts[best] += 1
-    return np.repeat(np.arange(problem.experts), counts).tolist()
-
-
-def _ratio(heat: Floats) -> float:
-    return float(heat.max() / max(1.0, heat.min()))
-
-
-def _dynamic(problem: Problem, layer: int, table: Ints, load: Floats) -> int:
-    """Change one layer's table [R, K] in place; returns the number of instructions."""
-    usable = problem.usable[layer]
-    use = usable > 0
-    heat = slot_heat(load, table, problem.experts)
-    ranks = heat.sum(axis=1)
-    ratio = _ratio(ranks[use])
-    if ratio > OUTLIER or ratio <= 1.0:
-        return 0
-    count = _remove(problem, table, load, use)
-    failures, high = 0, True
-    for _ in range(STEPS):
-        ranks = slot_heat(load, table, problem.experts).sum(axis=1)
-        if _ratio(ranks[use]) < RATIO or failures >= 2:
-            break
-        done = _high(problem, table, load, usable) if high else _low(problem, table, load, use)
-        failures = 0 if done else failures + 1
-        count += done
-        high = not high
-    return count
-
-
-def _remove(problem: Problem, table: Ints, load: Floats, use: Ints) -> int:
-    passed = ~use
-    count = 0
-    while not passed.all():
-        ranks = slot_heat(load, table, problem.experts).sum(axis=1)
-        best = np.floor(ranks[use].mean())
-        hot = int(np.where(passed, -1.0, ranks).argmax())
-        if ranks[hot] <= best:
-            break
-        for place in range(table.shape[1]):
-            expert = int(table[hot, place])
-            if expert == EMPTY or copies(table, problem.experts)[expert] < 2:
-                continue
-            before = _ratio(slot_heat(load, table, problem.experts).sum(axis=1)[use])
-            table[hot, place] = EMPTY
-            if _ratio(slot_heat(load, table, problem.experts).sum(axis=1)[use]) < before:
-                count += 1
-            else:
-                table[hot, place] = expert
-        passed[hot] = True
-    return count
-
-
-def _high(problem: Problem, table: Ints, load: Floats, usable: Ints) -> int:
-    """The best swap of a slot of the hottest rank, or the best copy of one of its experts elsewhere."""
-    use = usable > 0
-    heat = slot_heat(load, table, problem.experts)
-    ranks = heat.sum(axis=1)
-    hot = int(np.where(use, ranks, -1.0).argmax())
-    counts = copies(table, problem.experts)
-    on = _on(table, problem.experts)
-    best, change = _ratio(ranks[use]), None
-    for place in np.flatnonzero(table[hot] != EMPTY).tolist():
-        expert = int(table[hot, place])
-        swap = _swap_ratios(table, heat, ranks, on, use, hot, place, less=True)
-        other, there = np.unravel_index(int(swap.argmin()), swap.shape)
-        if swap[other, there] < best:
-            best, change = float(swap[other, there]), (int(other), int(there), place, expert, True)
-        if counts[expert] >= min(LIMIT, problem.ranks):
-            continue
-        for rank in np.flatnonzero(use & ~on[:, expert]).tolist():
-            for spot in range(int(usable[rank])):
-                old = int(table[rank, spot])
-                if old != EMPTY and counts[old] < 2:
-                    continue
-                after = ranks.copy()
-                share = load[expert]
-                after[on[:, expert]] += share / (counts[expert] + 1) - share / counts[expert]
-                after[rank] += share / (counts[expert] + 1)
-                if old != EMPTY:
-                    after[on[:, old]] += load[old] / (counts[old] - 1) - load[old] / counts[old]
-                    after[rank] -= load[old] / (counts[old] - 1)
-                if _ratio(after[use]) < best:
-                    best, change = _ratio(after[use]), (rank, spot, place, expert, False)
-    if change is None:
-        return 0
-    rank, spot, place, expert, swapped = change
-    if swapped:
-        table[hot, place] = table[rank, spot]
-    table[rank, spot] = expert
-    return 1
-
-
-def _low(problem: Problem, table: Ints, load: Floats, use: Ints) -> int:
-    """The coldest rank takes a hotter expert in exchange for one of its own."""
-    heat = slot_heat(load, table, problem.experts)
-    ranks = heat.sum(axis=1)
-    cold = int(np.where(use, ranks, np.inf).argmin())
-    on = _on(table, problem.experts)
-    best, change = _ratio(ranks[use]), None
-    for place in np.flatnonzero(table[cold] != EMPTY).tolist():
-        swap = _swap_ratios(table, heat, ranks, on, use, cold, place, less=False)
-        other, there = np.unravel_index(int(swap.argmin()), swap.shape)
-        if swap[other, there] < best:
-            best, change = float(swap[other, there]), (int(other), int(there), place)
-    if change is None:
-        return 0
-    rank, spot, place = change
-    table[cold, place], table[rank, spot] = int(table[rank, spot]), int(table[cold, place])
-    return 1
-
-
-def _on(table: Ints, experts: int) -> np.ndarray:
-    on = np.zeros((len(table), experts + 1), dtype=np.bool_)
-    on[np.arange(len(table))[:, None], table] = True
-    return on[:, :-1]
-
-
-def _swap_ratios(
-    table: Ints, heat: Floats, ranks: Floats, on: np.ndarray, use: np.ndarray, rank: int, place: int, less: bool
-) -> Floats:
-    """[R, K] max / min after exchanging (rank, place) with each slot elsewhere; infinite where it may not be."""
-    expert = int(table[rank, place])
-    shift = heat[rank, place] - heat
-    legal = (table != EMPTY) & ~on[:, expert][:, None] & ~on[rank][table] & use[:, None]
-    legal &= (shift >= 0) if less else (shift <= 0)
-    order = np.argsort(ranks[use])
-    used = np.flatnonzero(use)
-    out = np.full(table.shape, np.inf)
-    # Only three ranks matter beside the pair: the extremes that are neither of them.
-    high = [int(r) for r in used[order[::-1][:3]]]
-    low = [int(r) for r in used[order[:3]]]
-    for other in np.flatnonzero(legal.any(axis=1)).tolist():
-        top = max((ranks[r] for r in high if r not in (rank, other)), default=0.0)
-        bottom = min((ranks[r] for r in low if r not in (rank, other)), default=np.inf)
-        mine, theirs = ranks[rank] - shift[other], ranks[other] + shift[other]
-        peak = np.maximum(top, np.maximum(mine, theirs))
-        least = np.maximum(1.0, np.minimum(bottom, np.minimum(mine, theirs)))
-        out[other] = np.where(legal[other], peak / least, np.inf)
-    return out
+    return np.repeat(np.arange(len(load)), counts).tolist()
