@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
 
 from controller import views
-from controller.decide import Found
+from controller.decide import Found, problem_of
 from controller.explain import anomalies, explain
-from controller.facts import gather
+from controller.facts import facts_of, gather
 from controller.goals import ALL
 from controller.group import Group
 from controller.lead import Lead
+from controller.limits import Spent
 from controller.roster import RankLive, RankSaid
 from controller.settings import GroupSettings
+from controller.solver import Problem
 from controller.term import Term, delete, put
-from eplane.errors import Conflict, Invalid, LoadReportError, NotLeader, RecordError, RefusedByGoal, SettingsError
+from eplane.errors import (
+    Conflict,
+    Invalid,
+    LoadReportError,
+    NotLeader,
+    RecordError,
+    RefusedByGoal,
+    SettingsError,
+)
 from eplane.load import LoadReport, Refusal
 from eplane.plan import Decision, Plan, PlanKind, Ruling
 from eplane.records import Mode, ModeRecord, PauseRecord, SettingsRecord, encode, new_nonce
@@ -31,6 +41,8 @@ MAX_RANKS_A_REPORT = 4096
 # A person is offered moves that save at least this part of the predicted step time, or, with the option ANYWAY, any.
 LEAST_OFFERED = 0.001
 ANYWAY = "anyway"
+# Settings that say what a placement must be like, whatever it gains.
+GOALS_OF_PLACEMENT = frozenset({"drained", "pinned", "min_replicas", "spread"})
 # What a person may set for one proposal: the solver's own fields that bend no hard goal of the group.
 OPTIONS = frozenset(
     {"window", "move_weight", "max_moves", "budget_ms", "forecast", "strategy", "rank_cost", "slot_budget"}
@@ -206,6 +218,7 @@ class Desk:
             settings = _present(lead).patched(patch)
         except SettingsError as error:
             raise Invalid(error.field, error.reason) from error
+        self._meetable(lead, settings, patch)
         default, shown = GroupSettings().shown(), settings.shown()
         values = {name: value for name, value in shown.items() if value != default[name]}
         record = SettingsRecord(values, actor, reason, self.group.clock.now(), new_nonce())
@@ -275,6 +288,21 @@ class Desk:
         return refused
 
     # --- shared ---
+
+    def _meetable(self, lead: Lead, settings: GroupSettings, patch: Mapping[str, Json]) -> None:
+        """Raises Infeasible where a change asks more of a placement than the adopted world can hold.
+
+        Only a change of these settings is judged, so that those that a smaller world made impossible can be mended one
+        by one. What names something that is not in the world is an anomaly, not impossible: another world may have it.
+        """
+        world, pointer = lead.state.world(), lead.state.epoch()
+        if world is None or pointer is None or not GOALS_OF_PLACEMENT & patch.keys():
+            return
+        size = world.world.shape.layers, world.world.shape.experts, world.world.ranks
+        there = tuple(pin for pin in settings.pinned if all(at < of for at, of in zip(pin, size, strict=True)))
+        wanted = replace(settings, pinned=there)
+        facts = facts_of(wanted, world.world, pointer, lead.state.placement(), (), Spent())
+        Problem.from_dict(problem_of(facts, settings.policy))
 
     def _lead(self) -> Lead:
         lead = self.lead()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,10 +36,25 @@ def status(
 def load(
     session: Session,
     layer: Annotated[int | None, typer.Option(min=0, help="Only this layer, rank by rank.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.npz", help="Record the windows that come into a trace for `eplane simulate`."),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--for", min=0, help="With --record: seconds; default: until Ctrl-C.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="With --record: seconds between two looks.")] = 2.0,
 ) -> None:
-    """Tokens per layer, expert and rank in the newest load window."""
+    """Tokens per layer, expert and rank in the newest load window; or a long record of them."""
+    if record is not None:
+        session.emit(_record(session, record, seconds, every), _record_table)
+        return
     value = session.get("load", from_leader=True)
-    session.emit(value, load_table if layer is None else lambda v: layer_table(v, layer))
+    if layer is not None:
+        value = one_layer(value, layer, "load", "rank_load")
+        if value.get("balancedness"):
+            value["balancedness"] = one_layer(value["balancedness"], layer, "per_layer")
+    session.emit(value, load_table if layer is None else layer_table)
 
 
 @connected
@@ -48,7 +64,59 @@ def placement(
     layer: Annotated[int | None, typer.Option(min=0, help="Only this layer.")] = None,
 ) -> None:
     """Which experts every rank holds, layer by layer."""
-    session.emit(session.get("placement", epoch=epoch), lambda v: placement_table(v, layer))
+    value = session.get("placement", epoch=epoch)
+    session.emit(value if layer is None else one_layer(value, layer, "p2l", "replicas", "shares"), placement_table)
+
+
+def one_layer(value: dict[str, Any], layer: int, *by_layer: str) -> dict[str, Any]:
+    """The answer for one layer: what has a row for each keeps that row. `layer` says which."""
+    kept = {name: value[name] for name in by_layer if value.get(name)}
+    for rows in kept.values():
+        _must_exist(layer, len(rows))
+    return {**value, **{name: [rows[layer]] for name, rows in kept.items()}, "layer": layer}
+
+
+def _record(session: Session, path: Path, seconds: float | None, every: float) -> dict[str, Any]:
+    """Fetch again and again. A controller that is away for a while is waited for; its windows may be lost."""
+    import sys
+
+    from api.recording import Recording
+    from eplane.errors import ApiProblem
+
+    began, ended_by = time.monotonic(), "the time given"
+    with Recording(path) as recording:
+        try:
+            while True:
+                try:
+                    world, last = recording.last
+                    raw = session.fetch("recording", since_step=last, world=world)
+                    came = recording.add(raw, time.time()) if raw else 0
+                    if came and sys.stderr.isatty():
+                        typer.echo(f"{recording.windows} windows, {recording.tokens} tokens", err=True)
+                except ApiProblem as problem:
+                    if problem.code not in ("not_leader", "unavailable") or not recording.windows:
+                        raise
+                left = None if seconds is None else began + seconds - time.monotonic()
+                if recording.ended is not None or (left is not None and left <= 0):
+                    break
+                time.sleep(every if left is None else min(every, left))
+        except KeyboardInterrupt:
+            ended_by = "Ctrl-C"
+        recording.finish()
+    return {
+        "file": str(path) if recording.windows else None,
+        "windows": recording.windows,
+        "gaps": recording.lost,
+        "tokens": recording.tokens,
+        "seconds": round(time.monotonic() - began, 1),
+        "ended_by": recording.ended or ended_by,
+    }
+
+
+def _record_table(value: dict[str, Any]) -> str:
+    if not value["windows"]:
+        return f"no load window came in {value['seconds']} s: nothing is recorded"
+    return facts(flat(value))
 
 
 @connected
@@ -147,27 +215,23 @@ def load_table(value: dict[str, Any]) -> str:
     return f"{table}\n\nrouting sampled: {sampled} tokens" if sampled else table
 
 
-def layer_table(value: dict[str, Any], layer: int) -> str:
+def layer_table(value: dict[str, Any]) -> str:
     by_rank: list[list[float]] = value.get("rank_load") or []
     if not by_rank:
         return "no load window yet"
-    _must_exist(layer, len(by_rank))
-    top = max(by_rank[layer]) or 1.0
-    return columns(("RANK", "TOKENS", ""), [(r, int(t), bar(t / top)) for r, t in enumerate(by_rank[layer])])
+    top = max(by_rank[0]) or 1.0
+    return columns(("RANK", "TOKENS", ""), [(r, int(t), bar(t / top)) for r, t in enumerate(by_rank[0])])
 
 
-def placement_table(value: dict[str, Any], layer: int | None) -> str:
+def placement_table(value: dict[str, Any]) -> str:
     table: list[list[int]] = value["p2l"]
     ranks = int(value["ranks"])
-    if layer is not None:
-        _must_exist(layer, len(table))
     rows = []
-    for index, row in enumerate(table):
-        if layer is None or index == layer:
-            slots = len(row) // ranks
-            for rank in range(ranks):
-                held = row[rank * slots : (rank + 1) * slots]
-                rows.append((index, rank, " ".join("." if e < 0 else str(e) for e in held)))
+    for index, row in enumerate(table, start=int(value.get("layer", 0))):
+        slots = len(row) // ranks
+        for rank in range(ranks):
+            held = row[rank * slots : (rank + 1) * slots]
+            rows.append((index, rank, " ".join("." if e < 0 else str(e) for e in held)))
     return f"epoch {value.get('epoch')}, digest {value.get('digest')}\n" + columns(("LAYER", "RANK", "EXPERTS"), rows)
 
 

@@ -11,6 +11,7 @@ from api.access import Group, Operator, PlanId, Reader, controller_of, desk_of, 
 from api.port import Json, plain
 from api.problems import Code, Problem
 from api.schemas import Change, ProposeRequest, RollbackRequest
+from eplane.plan import PlanState
 
 router = APIRouter(prefix="/v1/groups/{group}", tags=["plans"])
 
@@ -52,7 +53,9 @@ async def execute(
     async def work() -> Response:
         if controller_of(request).is_leader(group):
             now = plain(await desk.status()).get("epoch")
-            if now is not None and now != epoch:
+            # A plan that is done, discarded or under way says so itself: its epoch is not what is wrong with it.
+            open_ = plain(await desk.plan(plan_id)).get("state") == PlanState.PROPOSED.value
+            if open_ and now is not None and now != epoch:
                 raise Problem(Code.STALE_EPOCH, f"the group is at epoch {now}, the request assumes {epoch}", epoch=now)
         result = plain(await desk.execute(plan_id, epoch, changer.actor(change), change.reason))
         migration = result.get("migration", result) if isinstance(result, dict) else result

@@ -27,6 +27,7 @@ class SmallDesk:
         self.down = False
         self.breaks = False
         self.recorded = 1
+        self.layers = 1
         self.settings: dict[str, Any] = {"policy": "eplane", "interval_s": 3.0}
         self.plans_by_id: dict[str, dict[str, Any]] = {"p1": self._plan("p1")}
         self.migrations_by_id: dict[str, dict[str, Any]] = {}
@@ -83,7 +84,9 @@ class SmallDesk:
         }
 
     async def load(self) -> Any:
-        return {"windows": 1, "load": [[5.0, 3.0, 2.0]], "rank_load": [[7.0, 3.0]], "complete": True}
+        rows = range(self.layers)
+        load, ranks = [[5.0 + i, 3.0, 2.0] for i in rows], [[7.0 + i, 3.0] for i in rows]
+        return {"windows": 1, "load": load, "rank_load": ranks, "complete": True}
 
     async def windows(self, since_step: int = -1) -> Any:
         entry = {"world": "w", "digest": "00ff00ff00ff00ff", "load": [[5.0, 3.0, 2.0]], "rank_load": [[7.0, 3.0]]}
@@ -101,7 +104,12 @@ class SmallDesk:
     async def placement(self, epoch: int | None = None) -> Any:
         if epoch is not None and epoch > self.epoch:
             raise NotFound(f"there is no epoch {epoch}")
-        return {"epoch": epoch or self.epoch, "digest": "00ff00ff00ff00ff", "ranks": 2, "p2l": [[0, 1, 2, -1]]}
+        return {
+            "epoch": epoch or self.epoch,
+            "digest": "00ff00ff00ff00ff",
+            "ranks": 2,
+            "p2l": [[0, 1, 2, -1]] * self.layers,
+        }
 
     async def plans(self) -> Any:
         return list(self.plans_by_id.values())

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -87,6 +88,41 @@ def test_what_a_script_reads(eplane: Command, command: tuple[str, ...]) -> None:
     _, as_json, _ = eplane(*command, "-o", "json")
     _, as_yaml, _ = eplane(*command, "-o", "yaml")
     assert yaml.safe_load(as_yaml) == json.loads(as_json)
+
+
+def test_one_layer_is_one_layer_for_scripts_too(eplane: Command, controller: SmallController) -> None:
+    controller.small.layers = 2
+    whole = json.loads(eplane("load", "-o", "json")[1])
+    one = json.loads(eplane("load", "--layer", "1", "-o", "json")[1])
+    assert len(whole["load"]) == len(whole["rank_load"]) == 2
+    assert (one["layer"], one["load"], one["rank_load"]) == (1, whole["load"][1:], whole["rank_load"][1:])
+    assert one["windows"] == whole["windows"]
+    table = json.loads(eplane("placement", "-o", "json")[1])["p2l"]
+    one = json.loads(eplane("placement", "--layer", "1", "-o", "json")[1])
+    assert (one["layer"], one["p2l"]) == (1, table[1:])
+    assert eplane("placement", "--layer", "1")[1].splitlines()[2].split()[0] == "1"
+
+
+def test_a_recording_becomes_a_trace(eplane: Command, controller: SmallController, tmp_path: Path) -> None:
+    path, small = tmp_path / "long.npz", controller.small
+    small.recorded = 5
+    code, out, err = eplane("load", "--record", str(path), "--for", "0", "-o", "json")
+    assert (code, err) == (0, "")
+    assert {k: v for k, v in json.loads(out).items() if k != "seconds"} == {
+        "file": str(path), "windows": 5, "gaps": 0, "tokens": 50, "ended_by": "the time given",
+    }  # fmt: skip
+    assert sorted(tmp_path.iterdir()) == [path]
+    with np.load(path) as found:
+        assert found["load"].shape == (5, 1, 3)
+        assert found["last_step"].tolist() == [8, 16, 24, 32, 40]
+    code, out, _ = eplane("simulate", str(path), "--ranks", "2", "--slots", "2", "--policy", "static", "-o", "json")
+    assert (code, json.loads(out)["entries"]) == (0, 5)
+    assert "exists already" in eplane("load", "--record", str(path), "--for", "0")[2]
+    assert "must end with .npz" in eplane("load", "--record", str(tmp_path / "x"), "--for", "0")[2]
+    assert "can not be written" in eplane("load", "--record", "/no/such/x.npz", "--for", "0")[2]
+    small.recorded = 0
+    assert "nothing is recorded" in eplane("load", "--record", str(tmp_path / "none.npz"), "--for", "0")[1]
+    assert sorted(tmp_path.iterdir()) == [path]
 
 
 def test_rebalance_is_dry_by_default(eplane: Command, controller: SmallController) -> None:

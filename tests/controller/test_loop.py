@@ -9,7 +9,7 @@ from controller.adoption import SETTLED_S
 from controller.facts import gather
 from controller.history import prune
 from controller.verdict import VerdictKind
-from eplane.errors import Conflict, Infeasible, Invalid, NotFound, RefusedByGoal, SolverFailed
+from eplane.errors import Conflict, Infeasible, Invalid, NotFound, ProblemError, RefusedByGoal, SolverFailed
 from eplane.keys import AckKind
 from eplane.migration import MigrationState
 from eplane.placement import Placement
@@ -466,6 +466,30 @@ async def test_settings_change_while_it_runs_and_bad_ones_name_their_field(rig: 
         await leader.desk.set_mode("turbo", "ops", "")
     with pytest.raises(Invalid, match=r"options\.drained"):
         await leader.desk.propose(None, "ops", "", {"drained": [0]})
+
+
+async def test_settings_that_no_placement_can_meet_are_refused_at_once(rig: Rig) -> None:
+    """12 slots for 8 experts on 4 ranks of 2 nodes. Without a world nothing is known yet, and all is taken."""
+    alone = await rig.lead()
+    assert (await alone.desk.set_settings({"min_replicas": 5}, "ops", ""))["min_replicas"] == 5
+    leader = await rig.adopted("c1")
+    # What became impossible with the world is mended one by one: only what a change touches is judged.
+    await leader.desk.set_settings({"min_gain": 0.5}, "ops", "")
+    await leader.desk.set_settings({"min_replicas": 1}, "ops", "")
+    for patch, goal, says in (
+        ({"min_replicas": 5}, "min_replicas", "4 ranks can hold one"),
+        ({"min_replicas": 2}, "min_replicas", "wants 16 copies, has 12 slots"),
+        ({"drained": ["n1"]}, "drained", "6 slots for 8 experts"),
+        ({"pinned": [[0, e, 0] for e in range(4)]}, "pinned", "4 experts are pinned to rank 0, which has 3 slots"),
+    ):
+        with pytest.raises(Infeasible, match=says) as error:
+            await leader.desk.set_settings(patch, "ops", "")
+        assert error.value.goal == goal
+    with pytest.raises(ProblemError, match="drained: names every rank"):
+        await leader.desk.set_settings({"drained": ["n0", "n1"]}, "ops", "")
+    shown = await leader.desk.config()
+    assert (shown["min_replicas"], shown["drained"], shown["pinned"]) == (1, [], [])
+    assert (await leader.desk.set_settings({"pinned": [[0, 7, 0]], "spread": 2}, "ops", ""))["spread"] == 2
 
 
 async def test_settings_that_name_what_is_not_there_are_an_anomaly(rig: Rig) -> None:
