@@ -1,4 +1,4 @@
-"""Predicted seconds: what a step costs under a placement, what a move costs, and whether acting pays.
+"""Predicted seconds: what a step costs under a placement, and what a move costs. Whether acting pays, the gate says.
 
 A MoE layer takes the time of its slowest rank: for each slot max(read the expert's weights, compute its tokens), then
 dispatch and combine over the links by an alpha-beta model. Decode at small batches reads weights whatever the tokens, so
@@ -8,7 +8,6 @@ it is said. None of these numbers is a measurement of this product.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -134,47 +133,6 @@ def move_price(problem: Problem, hardware: Hardware) -> float:
     layer = max(a_rank * hardware.token_s(problem.bundle_bytes), experts * problem.bundle_bytes / hardware.read_s)
     across = problem.nodes > 1
     return hardware.move_s(problem.bundle_bytes, across) / (layer * problem.horizon_steps)
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """The gate's verdict on one change: act or not, the seconds on both sides, and the sentence that says why."""
-
-    act: bool
-    gain_s: float
-    cost_s: float
-    breakeven_steps: int | None
-    sentence: str
-
-
-def relative_gain(before: float, after: float) -> float:
-    """(before - after) / before; 0 when there is nothing to gain from."""
-    return (before - after) / before if before > 0 else 0.0
-
-
-def worth_it(
-    before_s: float, after_s: float, cost_s: float, horizon_steps: int, min_relative_gain: float = 0.0
-) -> Worth:
-    """Does a change pay? before_s, after_s: predicted seconds of one step; cost_s: seconds the moves cost serving.
-
-    Acts only when the gain over the horizon exceeds the cost and, as hysteresis, `min_relative_gain` of the step time.
-    """
-    saving = before_s - after_s
-    gain = saving * horizon_steps
-    if not all(math.isfinite(x) and x >= 0 for x in (before_s, after_s, cost_s)):
-        return Worth(False, 0.0, cost_s, None, "no action: the predicted times are not finite")
-    if saving <= 0:
-        return Worth(False, gain, cost_s, None, "not worth it: the step would not get faster")
-    steps = math.ceil(cost_s / saving - 1e-9)
-    part = relative_gain(before_s, after_s)
-    if part < min_relative_gain:
-        text = f"not worth it: {part:.1%} of the step time is below the asked {min_relative_gain:.1%}"
-        return Worth(False, gain, cost_s, steps, text)
-    if gain <= cost_s:
-        text = f"not worth it: saves {gain:.3g} s over {horizon_steps} steps and costs {cost_s:.3g} s (pays after {steps} steps)"
-        return Worth(False, gain, cost_s, steps, text)
-    text = f"worth it: saves {gain:.3g} s over {horizon_steps} steps for {cost_s:.3g} s (pays after {steps} steps)"
-    return Worth(True, gain, cost_s, steps, text)
 
 
 @dataclass(frozen=True, slots=True)

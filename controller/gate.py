@@ -73,13 +73,14 @@ def estimate(
     gain_s = part * settings.horizon_s
     cost_s = travel_s(world, waves, hardware, settings.bytes_per_s) * settings.interference
     was, becomes = (level(load, split) for split in (before, after))
-    act, why = _weigh(part, gain_s, cost_s, settings)
+    act, why = weigh(part, gain_s, cost_s, settings)
     note = " (preset demo: each rank taken as a device of its own)" if settings.hardware == "demo" else ""
     sentence = f"{why}: balancedness {was:.3f} to {becomes:.3f}, {part:.1%} of the step time{note}"
     return Estimate(act, part, was, becomes, gain_s, cost_s, sentence)
 
 
-def _weigh(part: float, gain_s: float, cost_s: float, settings: GroupSettings) -> tuple[bool, str]:
+def weigh(part: float, gain_s: float, cost_s: float, settings: GroupSettings) -> tuple[bool, str]:
+    """Whether a change pays that saves `part` of the step time, so `gain_s` over the horizon, and costs `cost_s`; and why."""
     if not np.isfinite([part, gain_s, cost_s]).all():
         return False, "the predicted times are not finite"
     if part < settings.min_gain or part <= 0:

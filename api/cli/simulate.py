@@ -83,7 +83,9 @@ def simulate(
     step_tokens: Annotated[
         float | None, typer.Option(min=0, help="Routed tokens of a step in a layer. Default: what the hardware serves.")
     ] = None,
-    horizon: Annotated[int, typer.Option(min=1, help="Steps over which a move must pay, where the trace tells none.")] = 3000,
+    horizon: Annotated[
+        int, typer.Option(min=1, help="Steps over which a move must pay, where the trace tells none.")
+    ] = 3000,
     limit: Annotated[int | None, typer.Option(min=2, help="Only the first entries of the trace.")] = None,
     setting: Annotated[
         list[str] | None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controller.costs import relative_gain, worth_it
+from controller.gate import weigh
+from controller.settings import GroupSettings
 from controller.solver import Answer, Problem, policies, solve
 from controller.solver.measure import copies_of, held
 from eplane.errors import Infeasible, ProblemError
@@ -95,23 +96,21 @@ def test_a_gain_below_the_asked_one_is_not_taken() -> None:
 
 
 def test_no_gain_from_an_improvement_that_is_none() -> None:
-    assert [relative_gain(a, b) >= 0.05 for a, b in ((0.0, 0.0), (0.4, 0.39), (0.4, 0.2), (0.0, 0.1))] == [
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert not worth_it(0.01, 0.01, 0.0, 1000).act
-    assert not worth_it(float("nan"), 0.01, 0.0, 1000).act
+    """Loads 0.4 to 0.39 and from nothing to 0.1 are no gain of 5 %; 0.4 to 0.2 is; what is no number is none."""
+    asked = GroupSettings().patched({"min_gain": 0.05})
+    for part, acts in ((0.0, False), (0.01 / 0.4, False), (0.5, True), (float("nan"), False)):
+        assert weigh(part, part * asked.horizon_s, 0.0, asked)[0] is acts
+    assert not weigh(0.0, 0.0, 0.0, GroupSettings().patched({"min_gain": 0}))[0]
 
 
 def test_a_move_must_pay_for_its_stall() -> None:
     """Step 25 ms at max / mean 1.1; 1.02 after a stall of 30 s: it pays after 16,500 steps."""
-    before, after = 0.025, 0.025 * 1.02 / 1.1
-    short, long = (worth_it(before, after, 30.0, steps) for steps in (1000, 100_000))
-    assert (short.act, long.act) == (False, True)
-    assert short.breakeven_steps == 16_500
-    assert "not worth it" in short.sentence
+    step_s, part = 0.025, 1 - 1.02 / 1.1
+    for steps, acts in ((1000, False), (16_499, False), (16_501, True), (100_000, True)):
+        given = GroupSettings().patched({"horizon_s": steps * step_s})
+        act, why = weigh(part, part * given.horizon_s, 30.0, given)
+        assert act is acts
+        assert why.startswith("worth it" if acts else "not worth it")
 
 
 def test_nothing_moves_when_one_expert_fixes_the_maximum() -> None:

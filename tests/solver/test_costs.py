@@ -1,11 +1,11 @@
-"""The cost model against published figures, and the gate that rests on it."""
+"""The cost model against published figures."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from controller.costs import PRESETS, fit_latency, hardware_named, layer_s, move_price, worth_it
+from controller.costs import PRESETS, fit_latency, hardware_named, layer_s, move_price
 from controller.solver import Problem, solve
 from controller.solver.measure import even_shares
 from eplane.errors import ProblemError
@@ -68,14 +68,6 @@ def test_where_balance_pays_and_where_it_does_not() -> None:
     assert gain("atlas800i-a2", 81) == pytest.approx(0.0, abs=1e-6)
     assert gain("atlas800i-a2", 512) == pytest.approx(1 - 1 / 1.4, abs=1e-6)
     assert gain("cloudmatrix384", 432) == pytest.approx(1 - 1 / 1.4, abs=1e-6)
-
-
-def test_the_gate_weighs_seconds() -> None:
-    assert worth_it(1.0, 0.9, 5.0, 100).act
-    assert not worth_it(1.0, 0.9, 5.0, 100, min_relative_gain=0.2).act
-    assert not worth_it(1.0, 0.9, 5.0, 49).act
-    assert worth_it(1.0, 0.9, 5.0, 51).breakeven_steps == 50
-    assert not worth_it(1.0, 1.1, 0.0, 100).act
 
 
 def test_prices_follow_links_and_horizon() -> None:
