@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from controller.simulate import SimulationSettings, simulate
-from eplane.errors import ProblemError
+from eplane.errors import ProblemError, SettingsError
+from eplane.placement import linear
 
 
 def trace(windows: int = 5, parts: int = 4) -> np.ndarray:
@@ -36,8 +39,8 @@ def test_eplane_beats_static_on_windows_not_seen() -> None:
 
 
 def test_the_gate_holds_moves_that_do_not_pay() -> None:
-    base = {"window": 4, "hardware": "atlas800i-a2", "step_tokens": 24 * 4000.0, "policy": "eplb", "prior": "linear"}
-    base["fields"] = {"bundle_bytes": 10**9}
+    base: dict[str, Any] = {"window": 4, "hardware": "atlas800i-a2", "policy": "eplb", "prior": "linear"}
+    base |= {"step_tokens": 24 * 4000.0, "fields": {"bundle_bytes": 10**9}}
     free = {"confirm": False, "min_window_tokens": 0, "cooldown_s": 0}
     held = simulate(trace(), SimulationSettings(4, 8, group={**free, "horizon_s": 0.1, "interference": 1}, **base))
     assert held.summary()["moves"] == held.summary()["waves"] == 0
@@ -61,10 +64,103 @@ def test_bad_traces_are_refused() -> None:
 
 
 def test_the_same_trace_gives_the_same_result() -> None:
-    runs = [simulate(trace(3), SimulationSettings(4, 8, window=4)).summary() for _ in range(2)]
-    for run in runs:
-        run.pop("solve_ms")
-    assert runs[0] == runs[1]
+    plain = SimulationSettings(4, 8, window=4)
+    for settings in (plain, replace(plain, prior="linear", hardware="h800", group={**CONTROLLED, "shares": True})):
+        runs = [simulate(trace(3), settings).to_dict() for _ in range(2)]
+        for run in runs:
+            run.pop("solve_ms")
+            for row in run["windows_detail"]:
+                row.pop("solve_s")
+        assert runs[0] == runs[1]
+
+
+CONTROLLED: dict[str, Any] = {"confirm": False, "min_window_tokens": 0, "cooldown_s": 0}
+
+
+def test_a_prior_is_where_it_starts_and_its_moves_count() -> None:
+    base = linear(2, 24, 4, 8)
+    free = SimulationSettings(4, 8, window=4, policy="eplb")
+    cold, warm, same = (simulate(trace(), replace(free, prior=p)) for p in (None, "linear", base.p2l.tolist()))
+    assert (cold.cold, len(cold.warm), len(warm.warm)) == (True, 3, 4)
+    assert warm.windows[0].moves > 0
+    assert cold.windows[0].moves == 0
+    assert [w.next_mean for w in same.windows] == [w.next_mean for w in warm.windows]
+    still = simulate(trace(), replace(free, policy="static", prior="linear"))
+    first = trace()[4:8].sum(axis=0)
+    fell = base.rank_load(first)
+    assert still.windows[0].next_mean == pytest.approx((fell.mean(axis=1) / fell.max(axis=1)).mean())
+    for group in (None, CONTROLLED):
+        given = replace(free, policy="static", prior=np.roll(base.p2l, 8, axis=1), group=group, hardware="h800")
+        # The same experts on other ranks are level alike.
+        assert simulate(trace(), given).windows[0].next_mean == pytest.approx(still.windows[0].next_mean)
+
+
+def test_a_decision_every_few_entries_and_live_only_later() -> None:
+    free = SimulationSettings(4, 8, window=4, policy="eplb", prior="linear")
+    often = simulate(trace(), replace(free, every=2))
+    assert [w.entry for w in often.windows] == list(range(4, 19, 2))
+    # Live after all the entries by which it is judged: as if the first decision were never made.
+    late = simulate(trace(), replace(free, delay=4))
+    assert late.windows[0].next_mean == simulate(trace(), replace(free, policy="static")).windows[0].next_mean
+    assert late.windows[1].moves > 0
+    soon = simulate(trace(), replace(free, delay=2)).windows[0].next_mean
+    assert late.windows[0].next_mean < soon < simulate(trace(), free).windows[0].next_mean
+
+
+def test_an_array_that_is_read_by_slices_gives_the_same() -> None:
+    class Sliced:
+        shape = trace(12).shape
+
+        def __getitem__(self, part: slice) -> np.ndarray:
+            return trace(12)[part].copy()
+
+    for settings in (
+        SimulationSettings(4, 8, window=4, policy="eplb", history=8),
+        SimulationSettings(4, 8, window=4, policy="eplb", group=CONTROLLED, hardware="h800", prior="linear"),
+    ):
+        runs = [simulate(t, settings).windows for t in (trace(12), Sliced())]
+        one, two = ([replace(w, solve_s=0.0) for w in run] for run in runs)
+        assert one == two
+
+
+def test_a_controller_in_trace_time_keeps_its_limits() -> None:
+    """Entries of 600 s: six of them in the hour that the budget counts, and what was moved before is forgotten."""
+    rng = np.random.default_rng(5)
+    jumps = np.concatenate([np.roll(trace(1, 1) + 9, shift, axis=2).repeat(4, axis=0) for shift in rng.permutation(8)])
+    base = SimulationSettings(
+        4, 8, window=4, every=1, policy="eplb", prior="linear", hardware="demo", entry_s=600.0, group=CONTROLLED
+    )
+    free = simulate(jumps, base).summary()
+    assert free["rebalances"] > 6
+    first = next(w.moves for w in simulate(jumps, base).windows if w.acted)
+    tight = simulate(jumps, replace(base, group={**CONTROLLED, "moves_per_hour": first + 10}))
+    moved = [(w.entry * 600, w.moves) for w in tight.windows if w.acted]
+    assert len(moved) > 2
+    for at, _ in moved:
+        assert sum(n for then, n in moved if at - 3600 < then <= at) <= first + 10
+    assert tight.summary()["refused"]["moves_per_hour"] > 0
+    said = [w.sentence for w in tight.windows if w.goal == "moves_per_hour"]
+    assert all(f"{first + 10} are allowed" in s or f"{first + 10} an hour are allowed" in s for s in said)
+    calm = simulate(jumps, replace(base, group={**CONTROLLED, "cooldown_s": 10_000})).summary()
+    assert calm["rebalances"] < free["rebalances"]
+    assert calm["refused"]["cooldown"] > 0
+
+
+def test_settings_of_a_group_that_do_not_fit() -> None:
+    base = SimulationSettings(4, 8, window=4, prior="linear", hardware="h800", group=CONTROLLED)
+    for more, error, says in (
+        ({"group": {"drained": ["n7"]}}, ProblemError, "drained: names node n7; the nodes here are n0"),
+        ({"group": {"speed": 1}}, SettingsError, "speed: is not a setting"),
+        ({"slots_per_rank": [8, 8, 8, 7]}, ProblemError, "slots_per_rank: must be one number"),
+        ({"cells": 3}, ProblemError, "cells: 3 cells a rank are fewer than"),
+        ({"node_names": ["a"]}, ProblemError, "node_names: names 1 ranks"),
+        ({"prior": "left"}, ProblemError, "prior: is 'left'"),
+        ({"prior": [[0] * 32] * 2}, ProblemError, "prior: is no placement"),
+        ({"every": 0}, ProblemError, "every: is 0"),
+        ({"delay": -1}, ProblemError, "delay: is -1"),
+    ):
+        with pytest.raises(error, match=says):
+            simulate(trace(), replace(base, **more))
 
 
 def test_nothing_is_compiled_before_a_solve() -> None:
