@@ -39,6 +39,7 @@ from eplane.records import (
     encode,
     new_nonce,
 )
+from eplane.routing import RankSample, TokenSample
 from eplane.store.base import CreateRevision, Delete, Exists, Missing, ModRevision, Put, Store
 from eplane.store.memory import MemoryStore
 from eplane.store.mirror import Mirror
@@ -91,6 +92,7 @@ class Nodes:
     failing: dict[str, str] = field(default_factory=dict)
     step: int = 0
     incarnation: str = "b" * 16
+    samples: bool = False
 
     def __post_init__(self) -> None:
         self.ranks = [Rank(self.placement.digest) for _ in self.node_of_rank]
@@ -175,7 +177,10 @@ class Nodes:
             "cells": self.cells,
             "cells_free": 0,
             "bundle_bytes": 1000,
-            "capabilities": dict.fromkeys(("weighted_shares", "free_slot_order", "live_apply", "phases_known"), True),
+            "capabilities": {
+                **dict.fromkeys(("weighted_shares", "free_slot_order", "live_apply", "phases_known"), True),
+                **({"routing_sample": True} if self.samples else {}),
+            },
             "digest": at.digest,
             "epoch": at.epoch,
             "manifest_digest": self.manifest,
@@ -206,7 +211,13 @@ class Nodes:
             "describe": [self.describe(r) for r in ranks] if describe else [],
             "placement": {"digest": table.digest, "epoch": None, "p2l": table.p2l.tolist(), "shares": []},
             "statuses": statuses,
+            "samples": [self._sample(sub).to_json() for sub in subs] if self.samples else [],
         }
+
+    def _sample(self, sub: SubWindow) -> RankSample:
+        """Two tokens for each rank: to experts 0 and 1 in layer 0, to 2 and 3 in layer 1."""
+        pairs = np.array([[[0, 1], [2, 3]]] * 2)
+        return RankSample(sub.rank, sub.first_step, sub.last_step, TokenSample(4, pairs))
 
     def _sub(self, rank: int, load: FloatLoad | None, at: int) -> SubWindow:
         table = self.tables[self.ranks[rank].digest]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from controller.adoption import SETTLED_S
+from controller.decide import problem_of
 from controller.facts import gather
 from controller.history import prune
+from controller.solver import Problem
+from controller.solving import decode as decode_problem
+from controller.solving import encode as encode_problem
 from controller.verdict import VerdictKind
 from eplane.errors import Conflict, Infeasible, Invalid, NotFound, ProblemError, RefusedByGoal, SolverFailed
 from eplane.keys import AckKind
@@ -16,6 +22,7 @@ from eplane.placement import Placement
 from eplane.plan import PlanKind, PlanState
 from eplane.records import HistoryKind, Mode
 from eplane.store.base import Delete, DeletePrefix, Exists, Missing, Put
+from eplane.topology import Capabilities
 from tests.controller.conftest import Rig
 from tests.controller.rig import (
     CELLS,
@@ -515,6 +522,43 @@ async def test_bad_reports_are_refused_by_themselves(rig: Rig) -> None:
     assert len(reply["refused"]) == 2
     assert (await leader.desk.ingest(good))["accepted"] == 0
     assert b'eplane_subwindows_refused_total{cause="duplicate",group="g"} 4.0' in leader.group.metrics.text()
+
+
+async def test_sampled_routings_come_to_the_solver_where_all_ranks_sample(rig: Rig) -> None:
+    rig.nodes.samples = True
+    leader = await loaded(rig, window=3)
+    load, windows = await leader.desk.load(), await leader.desk.windows()
+    assert [w["sampled"] for w in windows] == [w["sampled"] for w in load["recent"]] == [2 * RANKS] * 4
+    assert load["sampled"] == 4 * 2 * RANKS
+    assert load["refused"].get("sample", 0) == 0
+    facts = gather(leader.group.state, leader.group.book, 0.0)
+    assert facts is not None
+    raw = encode_problem(problem_of(facts, "eplb"))
+    head = int.from_bytes(raw[:4], "big")
+    problem = Problem.from_dict(decode_problem(raw[8 : 8 + head], raw[8 + head :]))
+    assert problem.routing_sample is not None
+    assert [np.unique(layer, axis=0).tolist() for layer in problem.routing_sample] == [[[0, 1]], [[2, 3]]]
+    assert len(problem.routing_sample[0]) == 3 * 2 * RANKS, "the load window's tuples, no others"
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+    few = replace(facts, world=replace(facts.world, capabilities=Capabilities()))
+    assert "routing_sample" not in problem_of(few, "eplb"), "some ranks' tokens are not those of all"
+
+
+async def test_without_samples_the_solver_is_asked_as_before(rig: Rig) -> None:
+    leader = await loaded(rig)
+    facts = gather(leader.group.state, leader.group.book, 0.0)
+    assert facts is not None
+    assert "routing_sample" not in problem_of(facts, "eplb")
+    assert (await leader.desk.load())["sampled"] == 0
+
+
+@pytest.mark.parametrize("noise", [7, {}, [None], [{"rank": 0}], "x"])
+async def test_samples_that_are_none_are_refused_by_themselves(rig: Rig, noise: object) -> None:
+    leader = await loaded(rig)
+    reply = await leader.desk.ingest({**rig.nodes.body("n0", tilted(), 1), "samples": noise})
+    assert reply["accepted"] == 2
+    assert ["samples" in r["reason"] for r in reply["refused"]] == [True]
+    assert (await leader.desk.load())["refused"]["sample"] == 1
 
 
 async def test_shares_ride_back_on_replies_when_they_level_the_load(rig: Rig) -> None:

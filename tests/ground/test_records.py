@@ -36,6 +36,7 @@ from eplane.records import (
     to_bytes,
 )
 from eplane.store.base import MAX_VALUE_BYTES
+from eplane.topology import Capabilities
 from eplane.work import WaveRecord, assemble, decode_plan, encode_plan, seen_acks
 from tests.ground.samples import (
     ADOPTION,
@@ -166,6 +167,14 @@ def test_an_impossible_world_is_refused() -> None:
     data["slots"] = 1
     with pytest.raises(RecordError, match=r"contradicts itself.*slots"):
         decode(WorldRecord, json.dumps(data).encode())
+
+
+def test_a_world_says_that_it_samples_only_where_it_does() -> None:
+    plain = RECORDS[3]
+    assert isinstance(plain, WorldRecord)
+    assert b"routing_sample" not in encode(plain), "a controller that does not know the word could not read it"
+    sampling = replace(plain, world=replace(plain.world, capabilities=Capabilities(routing_sample=True)))
+    assert decode(WorldRecord, encode(sampling)) == sampling
 
 
 def test_a_wave_in_an_impossible_state_is_refused() -> None:

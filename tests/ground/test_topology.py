@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from eplane.errors import TopologyError
+from eplane.fields import Fields
 from eplane.topology import Capabilities, ModelShape, World
 
 SHAPE = ModelShape("tiny", 2, 8, 2, 1000)
@@ -41,6 +42,12 @@ def test_an_impossible_model(numbers: tuple[int, int, int, int]) -> None:
 
 
 def test_common_capabilities_are_those_of_all() -> None:
-    for a, b in product(product((True, False), repeat=4), repeat=2):
+    for a, b in product(product((True, False), repeat=5), repeat=2):
         common = Capabilities(*a).common(Capabilities(*b))
         assert common == Capabilities(*(x and y for x, y in zip(a, b, strict=True)))
+
+
+def test_an_engine_that_does_not_know_of_samples_does_not_sample() -> None:
+    said = dict.fromkeys(("weighted_shares", "free_slot_order", "live_apply", "phases_known"), True)
+    assert Capabilities.read(Fields(said, "can")) == Capabilities()
+    assert Capabilities.read(Fields({**said, "routing_sample": True}, "can")) == Capabilities(routing_sample=True)

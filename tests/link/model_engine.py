@@ -16,6 +16,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import numpy as np
 from eplane.errors import LinkRefused, PlacementError
 from eplane.placement import FloatTable, Placement, check_shares, linear
 from eplane.plan import Identity, LeaderEpoch
+from eplane.routing import RankSample, TokenSample
 from eplane.topology import Capabilities
 from runtime.link.counters import CounterWriter
 from runtime.link.fence import LeaderFence
@@ -40,6 +42,7 @@ from runtime.link.messages import (
     StagedState,
     identity_hash,
 )
+from runtime.link.samples import SamplesReply
 from runtime.link.server import LinkServer
 
 MANIFEST = BundleManifest((TensorSpec("number", "int64", (2,)),))
@@ -96,6 +99,7 @@ class ModelRank:
         self.switched: set[Identity] = set()
         self.last_step_under_old: int | None = None
         self.aborted: set[Identity] = set()
+        self.sampled: deque[RankSample] = deque(maxlen=16)
 
     # The engine port
 
@@ -109,7 +113,7 @@ class ModelRank:
             return Describe(
                 group.world, group.name, self.rank, group.nodes[self.rank], group.nodes, "numbered",
                 start.layers, start.experts, group.top_k, start.slots, self.cells, self.cells_free, MANIFEST.bundle_bytes,
-                Capabilities(), self.placement_live.digest, self.epoch, group.manifest_digest,
+                Capabilities(routing_sample=group.samples), self.placement_live.digest, self.epoch, group.manifest_digest,
                 f"model:{self.rank}", group.step_number,
             )  # fmt: skip
 
@@ -211,6 +215,11 @@ class ModelRank:
                 raise LinkRefused(ErrorCode.BAD_REQUEST, str(error)) from error
             return True
 
+    def samples(self, after_step: int) -> SamplesReply:
+        with self.group.lock:
+            found = tuple(one for one in self.sampled if one.last_step > after_step)
+            return SamplesReply(self.group.world, found)
+
     # Its part of a step
 
     @property
@@ -293,12 +302,14 @@ class ModelGroup:
         *,
         top_k: int = 2,
         name: str = "g",
+        samples: bool = True,
     ) -> None:
         self.lock = threading.RLock()
         self.world = secrets.token_hex(8)
         self.name = name
         self.nodes = tuple(nodes)
         self.top_k = top_k
+        self.samples = samples
         self.start = linear(layers, experts, len(self.nodes), slots)
         self.digests = numbered_digests(layers, experts)
         self.manifest_digest = manifest_digest(MANIFEST, self.digests)
@@ -310,6 +321,15 @@ class ModelGroup:
 
     def held_back(self) -> bool:
         return self.hold or (self.hold_file is not None and self.hold_file.exists())
+
+    def sample(self, first_step: int, last_step: int, tokens: int = 100) -> None:
+        """Every rank has a sample of this window: experts e, e + 1, .. of a token, the same in every layer."""
+        with self.lock:
+            for rank in self.ranks:
+                begin = np.random.default_rng([last_step, rank.rank]).integers(self.start.experts, size=8)
+                ids = (begin[:, None] + np.arange(self.top_k)) % self.start.experts
+                tuples = np.repeat(ids[:, None], self.start.layers, axis=1)
+                rank.sampled.append(RankSample(rank.rank, first_step, last_step, TokenSample(tokens, tuples)))
 
     def step(self) -> bool:
         """Runs one step; True if it began with a switch. Digests of all ranks must agree, as in the real exchange."""
@@ -342,13 +362,18 @@ def serve(group: ModelGroup, folder: Path, window_steps: int, tick_s: float, end
         )
         servers.append(LinkServer(group.ranks[rank], path.with_suffix(".sock")))
     loads = 4096.0 / (1 + np.arange(shape.experts)) ** 0.7
+    cut = 0
     while not ended():
         before = group.ranks[0].placement_live
         switched = group.step()
         live = group.ranks[0].placement_live
         counts = np.where(live.p2l >= 0, loads[live.p2l] * group.ranks[0].shares, 0).astype(np.int64)
+        due = switched or writers[0].due(group.step_number)
+        if due and group.samples and group.step_number > cut:
+            group.sample(cut, group.step_number)
+            cut = group.step_number
         for rank, writer in enumerate(writers):
-            if switched or writer.due(group.step_number):
+            if due:
                 writer.cut(group.step_number, before.digest)
             own = counts.reshape(shape.layers, shape.ranks, shape.slots)[:, rank]
             writer.add(group.step_number, own // 4, own - own // 4)

@@ -17,6 +17,7 @@ import pytest
 from eplane.errors import LinkLost, LinkRefused
 from eplane.placement import Placement
 from eplane.plan import Identity, LeaderEpoch
+from eplane.topology import ModelShape
 from runtime.link.client import LinkClient
 from runtime.link.manifest import manifest_digest
 from runtime.link.messages import RankStatus, StageCommand, StagedState, encode
@@ -33,6 +34,8 @@ class Group(Protocol):
     start: Placement
 
     def step(self) -> bool: ...
+
+    def sample(self, first_step: int, last_step: int) -> None: ...
 
 
 class Rig:
@@ -333,6 +336,39 @@ async def test_a_newer_agent_takes_the_session_for_good(rig: Rig) -> None:
     assert (await again.status()).leader_epoch == LeaderEpoch(7, 30)
     await new.close()
     await again.close()
+
+
+async def test_samples_are_told_window_by_window(rig: Rig) -> None:
+    client = rig.clients[1]
+    said = await client.describe()
+    assert said.capabilities.routing_sample
+    assert (await client.samples(0)).samples == ()
+    rig.group.sample(0, 8)
+    rig.group.sample(8, 11)
+    reply = await client.samples(0)
+    assert reply.world == rig.world
+    assert [one.key for one in reply.samples] == [(1, 0, 8), (1, 8, 11)]
+    shape = ModelShape(said.model, said.layers, said.experts, said.top_k, said.bundle_bytes)
+    for one in reply.samples:
+        one.check(shape)
+        assert len(one.sample) <= one.sample.tokens == 100
+    assert [one.key for one in (await client.samples(8)).samples] == [(1, 8, 11)]
+    assert (await client.samples(11)).samples == ()
+    await refused(client._call("samples", {"after_step": -1}), "bad_request")
+    await refused(client._call("samples", {}), "bad_request")
+    for step in range(11, 51):
+        rig.group.sample(step, step + 1)
+    assert len((await client.samples(0)).samples) == 16, "old ones are let go"
+
+
+async def test_an_engine_that_samples_nothing_says_so_and_keeps_its_link(tmp_path: Path) -> None:
+    group = ModelGroup(["n0"], 1, 4, 4, 0, samples=False)
+    server, client = LinkServer(group.ranks[0], tmp_path / "rank0.sock"), LinkClient(tmp_path / "rank0.sock")
+    assert not (await client.connect("agent-1")).capabilities.routing_sample
+    await refused(client.samples(0), "bad_request")
+    assert (await client.status()).rank == 0
+    await client.close()
+    server.close()
 
 
 async def test_noise_is_refused_and_harms_nobody(rig: Rig) -> None:

@@ -18,6 +18,7 @@ from runtime.faults import NO_FAULTS, Faults
 from runtime.link.manifest import bundle_digest
 from runtime.link.messages import RankStatus, StageCommand, StagedState
 from runtime.port import RankFacts, RankPort
+from runtime.routing import RoutingSampler
 from runtime.switch import Switch
 from runtime.tables import HEADER, LiveTable, build_table
 from runtime.transfer import TransferServer, bundle_lookup
@@ -26,6 +27,7 @@ torch.set_num_threads(1)  # More would stall on a busy machine.
 
 LEADER = LeaderEpoch(7, 10)
 ROWS = 64
+TOP_K = 2
 
 
 def manifest(rows: int = ROWS) -> BundleManifest:
@@ -75,8 +77,9 @@ class RealRank:
         self.transfer = TransferServer(self.pool, bundle_lookup(self.pool, world, self.digests))
         facts = RankFacts(
             world, "g", rank, tuple(nodes or ["n0"] * start.ranks), "numbered",
-            start.layers, start.experts, 2, start.slots,
+            start.layers, start.experts, TOP_K, start.slots,
         )  # fmt: skip
+        self.sampler = RoutingSampler(rank, start.layers, TOP_K, 8, rank)
         self.port = RankPort(
             facts,
             self.pool,
@@ -86,6 +89,7 @@ class RealRank:
             self.load,
             faults=faults,
             transfer_deadline_s=5.0,
+            samples=self.sampler.since,
         )
 
     def load(self, layer: int, expert: int) -> bytes:
@@ -160,6 +164,14 @@ class RealGroup:
                     owner, k = divmod(slot, self.start.slots)
                     self.checked += 1
                     self.wrong += self.ranks[owner].answer(tables[owner], layer, k) != number_of(layer, expert)
+
+    def sample(self, first_step: int, last_step: int, tokens: int = 100) -> None:
+        """Every rank routes `tokens` tokens in a window of these steps: to expert e and the next one, in each layer."""
+        for rank in self.ranks:
+            rank.sampler.cut(first_step)
+            first = self.rng.integers(self.start.experts, size=(len(rank.sampler.draw(tokens)), self.start.layers, 1))
+            rank.sampler.take((first + np.arange(TOP_K)) % self.start.experts)
+            rank.sampler.cut(last_step)
 
     def wave(self, base: Placement, target: Placement, rank: int, **names: Any) -> StageCommand:
         return wave(self.world, base, target, rank, peers=self.addresses, **names)

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from eplane.load import SubWindow
+from eplane.topology import ModelShape
+from runtime.link.client import LinkClient
 from runtime.link.counters import CounterReader
 from runtime.reference import Reference, score_lines
 from runtime.tiny import tokens as tiny
@@ -226,6 +228,28 @@ def test_idle_ranks_tick_and_count_nothing_and_windows_end_at_the_same_steps(wor
     layers, top_k = 8, 4
     assert prefill == 8 * layers * top_k
     assert decode == 8 * layers * top_k
+
+
+async def test_ranks_tell_which_experts_tokens_went_to_together(world: Serve) -> None:
+    complete(world.url, prompt="The old man and the sea", max_tokens=12, ignore_eos=True)
+    _until(lambda: _sum(world, "running") == 0)
+    told = 0
+    for rank in range(2):
+        windows = CounterReader(world.link(rank).with_suffix(".counters")).read_since(0)[1:]  # The first is all of old.
+        counted = {(w.first_step, w.last_step) for w in windows}
+        first, last = windows[0].first_step, windows[-1].last_step
+        link = LinkClient(world.link(rank))
+        said = await link.connect("ab" * 8)
+        assert said.capabilities.routing_sample
+        for one in (await link.samples(0)).samples:
+            one.check(ModelShape(said.model, said.layers, said.experts, said.top_k, said.bundle_bytes))
+            assert one.rank == rank
+            assert len(one.sample) == min(32, one.sample.tokens)
+            assert one.last_step - one.first_step == 4
+            assert (one.first_step, one.last_step) in counted or not first <= one.first_step < last
+            told += len(one.sample)
+        await link.close()
+    assert told > 20
 
 
 def _windows(readers: list[CounterReader]) -> list[list[SubWindow]]:
