@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 
 from api.cli import run
+from controller.settings import GroupSettings
+from eplane.placement import linear
+from tests.api.desk import SmallController
+from tests.api.serving import served
 
 SHAPE = ("--ranks", "4", "--slots", "3", "--policy", "static,eplb")
 
@@ -111,6 +115,7 @@ def test_the_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].split()[:3] == ["POLICY", "NEXT", "P5"]
     assert [line.split()[0] for line in lines[3:5]] == ["static", "eplb"]
     assert {len(line.split()) for line in lines[2:5]} == {11}
+    assert lines[6].startswith("4 decisions after the first, one every 1 entry")
 
 
 def test_the_shipped_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +140,76 @@ def test_a_picture_that_can_not_be_drawn_is_refused_first(
     assert "needs matplotlib" in refused(capsys, nothing, "--picture", str(tmp_path / "out.png"))
 
 
+def test_as_a_controller_with_settings_of_a_file(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings as `eplane config show -o json` gives them; --set changes one more, for this run only."""
+    path = tmp_path / "settings.json"
+    free = {"confirm": False, "cooldown_s": 0, "min_window_tokens": 1, "window": 2, "interval_s": 2}
+    path.write_text(json.dumps({**GroupSettings().shown(), **free}))
+    value = answered(capsys, str(trace), *SHAPE, "--settings", str(path), "--every", "1")
+    assert (value["gate"], value["window"], value["every"], value["prior"]) == (True, 2, 1, "linear")
+    # The cost model of the settings, as none was asked for.
+    assert value["hardware"] == "demo"
+    static, eplb = value["results"]
+    assert static["verdicts"] == {"static": 4}
+    assert eplb["verdicts"]["started"] == eplb["rebalances"] == eplb["windows"] - sum(eplb["refused"].values()) > 0
+    assert eplb["waves"] >= eplb["rebalances"]
+    assert eplb["migration_s"] > 0
+    begun = [row for row in eplb["windows_detail"] if row["acted"]]
+    assert all(row["sentence"].startswith(f"a migration begins, {row['moves']} moves in") for row in begun)
+    one = answered(capsys, str(trace), *SHAPE, "--settings", str(path), "--set", "max_moves_per_wave=1", "--every", "1")
+    assert one["results"][1]["waves"] > eplb["waves"]
+    held = answered(capsys, str(trace), *SHAPE, "--settings", str(path), "--set", "moves_per_hour=0", "--every", "1")
+    assert held["results"][1]["moves"] == 0
+    assert set(held["results"][1]["refused"]) <= {"moves_per_hour", "gain"}
+    assert run(["simulate", str(trace), *SHAPE, "--settings", str(path), "--set", "moves_per_hour=0"]) == 0
+    table = capsys.readouterr().out
+    assert "moves_per_hour refused" in table
+    assert "0 an hour are allowed" in table
+    assert "WAVES" in table
+
+
+def test_where_it_starts(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    linear_ = answered(capsys, str(trace), *SHAPE, "--prior", "linear")
+    assert (linear_["prior"], linear_["results"][1]["windows"]) == ("linear", 5)
+    path = tmp_path / "placement.json"
+    table = linear(2, 8, 4, 3).p2l.tolist()
+    for held in ({"p2l": table, "ranks": 4}, {"placement": table}, table):
+        path.write_text(json.dumps(held))
+        value = answered(capsys, str(trace), *SHAPE, "--prior", str(path))
+        assert value["prior"] == "given"
+        assert timeless(value) == timeless(linear_)
+    path.write_text('{"p2l": []}')
+    assert "must hold a table" in refused(capsys, str(trace), *SHAPE, "--prior", str(path))
+    path.write_text("[[0, 1], [0, 1]]")
+    assert "prior" in refused(capsys, str(trace), *SHAPE, "--prior", str(path))
+    assert "can not be read" in refused(capsys, str(trace), *SHAPE, "--prior", str(tmp_path / "none"))
+
+
+def test_as_the_groups_own_controller(trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """--settings group: its world, its settings, what serves there now. Its trace has its shape."""
+    small = SmallController()
+    small.small.recorded = 6
+    small.small.settings = {"policy": "eplb", "window": 2, "confirm": False, "min_window_tokens": 1, "hardware": "cpu"}
+    path = tmp_path / "own.npz"
+    with served(small) as url:
+        to = ("--url", url, "-g", "g")
+        assert run(["load", "--record", str(path), "--for", "0", *to]) == 0
+        capsys.readouterr()
+        value = answered(capsys, str(path), "--settings", "group", "--policy", "eplb", *to)
+        assert (value["ranks"], value["slots_per_rank"], value["window"], value["prior"]) == (2, 2, 2, "given")
+        assert (value["hardware"], value["gate"], value["nodes"]) == ("cpu", True, 1)
+        alone = answered(capsys, str(path), "--prior", "group", "--policy", "eplb", *to)
+        assert (alone["gate"], alone["prior"], alone["window"]) == (False, "given", 1)
+        assert small.small.changes == []
+        other = refused(capsys, str(trace), "--settings", "group", *to, code=3)
+        assert "goal capacity cannot be met: layer 0 has 4 slots for 8 experts" in other
+    assert "no controller answers" in refused(
+        capsys, str(path), "--settings", "group", "--url", "http://127.0.0.1:1", "--patience", "0", code=5
+    )
+
+
 BAD_OPTIONS = [
     (("--policy", "best"), "policy"),
     (("--policy", ","), "policies"),
@@ -147,6 +222,15 @@ BAD_OPTIONS = [
     (("--window", "3"), "window"),
     (("--gate", "--hardware", "none"), "hardware"),
     (("--set", "speed=1"), "speed"),
+    (("--gate", "--set", "speed=1"), "speed"),
+    (("--gate", "--set", 'drained=["n7"]'), "drained: names node n7"),
+    (("--gate", "--set", "min_gain=2"), "min_gain"),
+    (("--gate", "--slots", "3,2,2,2"), "slots_per_rank"),
+    (("--gate", "--window", "6"), "window"),
+    (("--settings", "/no/such/file"), "/no/such/file can not be read"),
+    (("--every", "0"), "--every"),
+    (("--delay", "-1"), "--delay"),
+    (("--every", "6"), "window"),
     (("--set", "prior=null"), "prior"),
     (("--set", "speed"), "--set"),
     (("--array", "none"), "has no array 'none'; it holds load, names, counts"),
@@ -205,6 +289,9 @@ def test_recorded_windows_that_can_not_be_used(
 
 def test_goals_that_can_not_be_met(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "goal capacity" in refused(capsys, str(trace), "--ranks", "4", "--slots", "1", code=3)
+    few = (str(trace), *SHAPE, "--gate", "--nodes", "2")
+    for setting, goal in (("min_replicas=2", "min_replicas"), ('drained=["n1"]', "drained")):
+        assert f"goal {goal} cannot be met" in refused(capsys, *few, "--set", setting, code=3)
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -83,6 +83,22 @@ async def test_what_is_asked_for_instead_of_the_groups_own(api: httpx.AsyncClien
     assert value["results"][1]["step_us"] > 0
 
 
+async def test_as_the_groups_controller(api: httpx.AsyncClient, desk: SmallDesk) -> None:
+    """With gate: its settings, its live placement, and what is asked for instead of either."""
+    desk.recorded = 6
+    desk.settings = {"policy": "eplb", "window": 2, "confirm": False, "min_window_tokens": 1, "hardware": "cpu"}
+    started = (await api.post(SIMULATIONS, json={**ASK, "gate": True, "every": 1})).json()
+    assert (started["window"], started["every"], started["prior"], started["hardware"]) == (2, 1, "live", "cpu")
+    value = await ended(api, f"{SIMULATIONS}/{started['id']}")
+    static, eplb = value["results"]
+    assert static["verdicts"] == {"static": 4}
+    assert sum(eplb["verdicts"].values()) == eplb["windows"] == 4
+    calm = {**ASK, "gate": True, "settings": {"min_window_tokens": 10**9}, "prior": "linear", "delay": 1}
+    value = await ended(api, (await api.post(SIMULATIONS, json=calm)).headers["location"])
+    assert value["prior"] == "linear"
+    assert set(value["results"][1]["verdicts"]) == {"no_load"}
+
+
 async def test_a_repeated_key_starts_one(api: httpx.AsyncClient) -> None:
     headers = {"Idempotency-Key": "k"}
     first, again = [await api.post(SIMULATIONS, json=ASK, headers=headers) for _ in range(2)]
@@ -112,6 +128,13 @@ async def test_only_the_leader_simulates(api: httpx.AsyncClient, desk: SmallDesk
         ({"hardware": "abacus"}, 422, "hardware"),
         ({"options": {"prior": []}}, 422, "options.prior"),
         ({"options": {"max_moves": -1}}, 422, "max_moves"),
+        ({"settings": {"min_gain": 0.1}}, 422, "settings: are looked at with gate only"),
+        ({"gate": True, "settings": {"min_gain": 7}, "window": 1}, 422, "min_gain"),
+        ({"gate": True, "settings": {"drained": ["n0"]}, "window": 1}, 422, "drained"),
+        ({"gate": True, "settings": {"min_replicas": 2}, "window": 1}, 409, "goal min_replicas cannot be met"),
+        ({"prior": "old"}, 422, "prior"),
+        ({"prior": "live", "slots": 3}, 422, "prior: live is a placement of other ranks or slots"),
+        ({"every": 0}, 422, "every"),
         ({"speed": 1}, 422, "speed"),
         ({"slots": 1}, 409, "capacity"),
     ],
