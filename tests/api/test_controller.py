@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from api.app import create_app
@@ -194,7 +196,17 @@ async def test_everything_that_can_be_read(deployed: Deployment) -> None:
     assert "coverage" in rows_table(await deployed.get("goals"))
     assert isinstance(rows_table(await deployed.get("anomalies")), str)
     assert "expert 1" in (await deployed.get("explain?layer=0&expert=1"))["sentence"]
-    assert (await deployed.get("windows"))["windows"]
+    windows = (await deployed.get("windows"))["windows"]
+    kept = await deployed.leader.get(f"{G}/recording")
+    with np.load(io.BytesIO(kept.content), allow_pickle=False) as found:
+        assert found["load"].tolist() == [w["load"] for w in windows]
+        assert found["last_step"].tolist() == [w["last_step"] for w in windows]
+        last, world = int(found["last_step"][-1]), str(found["world"][-1])
+    newer = f"{G}/recording?since_step={last}"
+    assert (await deployed.leader.get(f"{newer}&world={world}")).status_code == 204
+    # Steps of another world say nothing of this one's.
+    assert (await deployed.leader.get(f"{newer}&world={'0' * 16}")).content[:2] == b"PK"
+    assert (await deployed.follower.get(f"{G}/recording?prefer=leader")).status_code == 307
     metrics = (await deployed.leader.get("/metrics")).text
     assert 'eplane_leader{group="g"} 1.0' in metrics
     assert "eplane_api_requests_total" in metrics
