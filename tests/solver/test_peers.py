@@ -53,10 +53,10 @@ class TestSwift:
         assert solve(one_layer([70, 50, 40, 40], prior, 2, 2, "swift")).moves == 2
 
     def test_a_layer_in_balance_stays(self) -> None:
-        two = Problem.of(
-            [[90, 80, 20, 10], [50.2, 50, 50, 50]], 2, 2, prior=[[0, 1, 2, 3], [0, 1, 2, 3]], policy="swift"
-        )
-        assert solve(two).moves_of_layer.tolist() == [2, 0]
+        """The second layer is at max / mean 1.009 and its redundant copy would go to another rank."""
+        load = [[190, 80, 20, 10, 10], [39, 28, 35, 36, 32]]
+        start = Problem.of(load, 2, 3, prior=[[0, 1, 2, 3, 4, 2], [0, 1, 2, 2, 3, 4]], policy="swift")
+        assert solve(start).moves_of_layer.tolist() == [1, 0]
 
     def test_redundant_copies_are_dealt_out_by_the_window(self) -> None:
         """Expert 0 was copied; now 5 is hot."""
@@ -69,11 +69,11 @@ class TestSwift:
 class TestOmni:
     def test_thresholds(self) -> None:
         prior = [0, 1, 2, 3]
-        assert solve(one_layer([54, 51, 50, 45], prior, 2, 2, "omni")).moves == 0, "max / mean is under 1.1"
+        assert solve(one_layer([58, 50, 50, 42], prior, 2, 2, "omni")).moves == 0, "max / mean is under 1.1"
         assert solve(one_layer([70, 50, 45, 35], prior, 2, 2, "omni")).moves == 2
         assert solve(one_layer([700, 300, 2, 1], prior, 2, 2, "omni")).moves == 0, "max / min is over 300"
         assert solve(one_layer([700, 300, 3, 2], prior, 2, 2, "omni")).moves == 2
-        assert solve(one_layer([620, 3, 190, 187], prior, 2, 2, "omni")).moves == 0, "no more than 0.05 is gained"
+        assert solve(one_layer([600, 20, 10, 370], prior, 2, 2, "omni")).moves == 0, "no more than 0.05 is gained"
 
     def test_redundancy_that_does_not_help_stays_empty(self) -> None:
         """With one expert a rank the load is even; any copy more only tilts it."""
@@ -99,16 +99,16 @@ class TestFlash:
     def test_experts_that_rise_together_lie_apart(self) -> None:
         """Equal means: only the covariance tells which pairs to make."""
         wave = np.array([1.0, -1.0] * 4)
-        x = np.stack([100 + 60 * wave, 100 + 60 * wave, 100 - 60 * wave, 100 - 60 * wave], axis=1)[:, None]
+        x = np.stack([100 + 60 * wave, 100 - 60 * wave, 100 + 60 * wave, 100 - 60 * wave], axis=1)[:, None]
         loads = np.concatenate([x, x])
         answer = solve(Problem.of(loads, 2, 2, window=8, policy="flash"))
         rows = {frozenset(row) for row in answer.placement.reshape(2, 2).tolist()}
-        assert rows in ({frozenset({0, 2}), frozenset({1, 3})}, {frozenset({0, 3}), frozenset({1, 2})})
+        assert rows in ({frozenset({0, 1}), frozenset({2, 3})}, {frozenset({0, 3}), frozenset({1, 2})})
 
     def test_a_layer_stays_while_it_is_balanced_enough(self) -> None:
         prior = [0, 1, 2, 3]
         assert solve(one_layer([52, 52, 50, 46], prior, 2, 2, "flash")).moves == 0, "at 0.96"
-        assert solve(one_layer([60, 60, 45, 45], prior, 2, 2, "flash")).moves == 2, "at 0.88"
+        assert solve(one_layer([65, 50, 45, 40], prior, 2, 2, "flash")).moves == 2, "at 0.87, where 0.95 can be reached"
         many = [100.0] * 62 + [130.0, 90.0]
         start = Problem.of([many], 32, 2, prior=[list(range(64))], policy="flash")
         assert solve(start).moves == 0, "from 32 ranks 0.85 is enough"
