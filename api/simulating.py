@@ -23,9 +23,10 @@ from api.port import plain
 from api.problems import problem_of
 from controller.costs import hardware_named
 from controller.scene import Scene
-from controller.simulate import SimulationResult, SimulationSettings, Trace, decisions, first_table, simulate
+from controller.simulate import SimulationResult, SimulationSettings, decisions, first_table, simulate
 from controller.solver import Problem
 from controller.solver.policy import policy_named
+from controller.tape import Trace
 from eplane.errors import EPlaneError, ProblemError
 
 Progress = Callable[[str, int, int], None]

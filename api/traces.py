@@ -18,8 +18,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.simulate import Trace
 from controller.solver.problem import Floats
+from controller.tape import Trace
 from eplane.errors import BadInput
 
 TRACE_ARRAY = "load"
@@ -215,7 +215,14 @@ class Packed:
         return Packed(self._path, self._member, self._whole, self._dtype, entries)
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
-        """Entries `start` to `stop`: quick where they follow those that were read last."""
+        """Entries `start` to `stop`: quick where they follow those that were read last. Raises BadInput."""
+        try:
+            return self._read(part)
+        except (OSError, *_DAMAGED) as error:
+            # It was whole when the replay began.
+            raise BadInput(f"{self._path} can not be read any more: {error}") from None
+
+    def _read(self, part: slice) -> NDArray[Any]:
         first, stop, _ = part.indices(self._entries)
         stop = max(first, stop)
         if self._reader is None or first < self._at:

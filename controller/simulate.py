@@ -14,10 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from controller.costs import Hardware, hardware_named, layer_s
 from controller.gate import Split, predicted_s
@@ -26,21 +25,12 @@ from controller.scene import Scene
 from controller.solver import Problem, solve
 from controller.solver.measure import balance, rank_loads
 from controller.solver.problem import Floats, Ints
+from controller.tape import Tape, Trace
 from eplane.errors import PlacementError, ProblemError
 from eplane.placement import linear
 
 Progress = Callable[[int, int], None]
 LINEAR = "linear"
-_BLOCK = 64
-
-
-class Trace(Protocol):
-    """`[W, L, E]` tokens, read by slices of entries; an array, or what reads a file piece by piece, always forward."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, part: slice) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,28 +167,6 @@ def decisions(entries: int, settings: SimulationSettings) -> int:
     return len(_ends(entries, settings.window, every)) - (settings.prior is None)
 
 
-class _Tape:
-    """A trace read forward. Of one that is no array only the newest `keep` entries are held."""
-
-    def __init__(self, trace: Trace, keep: int) -> None:
-        self._trace = trace
-        self._keep = keep
-        self._held: NDArray[Any] = np.zeros((0, *trace.shape[1:]))
-        self._end = 0
-
-    def read(self, first: int, end: int) -> NDArray[Any]:
-        if isinstance(self._trace, np.ndarray):
-            return self._trace[first:end]
-        if end > self._end:
-            upto = min(int(self._trace.shape[0]), max(end, self._end + _BLOCK))
-            kept = self._held[max(0, len(self._held) - self._keep) :]
-            fresh = self._trace[self._end : upto]
-            self._held = np.concatenate([kept, fresh]) if len(kept) else fresh
-            self._end = upto
-        base = self._end - len(self._held)
-        return self._held[first - base : end - base]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """Load `after [L, E]` that falls under one placement with these shares."""
@@ -220,7 +188,7 @@ def _plain(trace: Trace, settings: SimulationSettings, progress: Progress | None
     window, every, delay = settings.window, settings.every or settings.window, settings.delay or 0
     hardware = None if settings.hardware is None else hardware_named(settings.hardware)
     history = max(settings.history, window)
-    tape = _Tape(trace, history)
+    tape = Tape(trace, history)
     ends = _ends(trace.shape[0], window, every)
     chosen = first_table(settings, trace.shape[1], trace.shape[2])
     live: tuple[Ints, Floats] | None = None
@@ -326,7 +294,7 @@ def _judged(spans: list[list[_Part]], ranks: int, problem: Problem) -> tuple[flo
 def _controlled(trace: Trace, settings: SimulationSettings, progress: Progress | None) -> Iterator[WindowResult]:
     scene = Scene.of(settings, int(trace.shape[1]), int(trace.shape[2]))
     replay = Replay(scene.world, scene.group, scene.start, scene.entry_s, settings.delay, scene.solver)
-    tape = _Tape(trace, 1)
+    tape = Tape(trace, 1)
     ends = _ends(trace.shape[0], scene.window, scene.every)
     for at in range(scene.window):
         _observe(tape, replay, scene, at)
@@ -339,7 +307,7 @@ def _controlled(trace: Trace, settings: SimulationSettings, progress: Progress |
             progress(number + 1, len(ends))
 
 
-def _observe(tape: _Tape, replay: Replay, scene: Scene, at: int) -> tuple[Floats, Floats]:
+def _observe(tape: Tape, replay: Replay, scene: Scene, at: int) -> tuple[Floats, Floats]:
     """One entry falls: `[L, E]` tokens by expert and `[L, R]` by rank."""
     load = np.asarray(tape.read(at, at + 1)[0], dtype=np.float64)
     return load, replay.observe(load, scene.steps_of(load))
@@ -375,7 +343,7 @@ class _Fallen:
         return float(np.average(steps, weights=weights)) if sum(weights) else float(np.mean(steps))
 
 
-def _followed(number: int, end: int, cycle: Cycle, tape: _Tape, replay: Replay, scene: Scene) -> WindowResult:
+def _followed(number: int, end: int, cycle: Cycle, tape: Tape, replay: Replay, scene: Scene) -> WindowResult:
     """The cycle, and the entries until the next one, in which the shares may be split anew."""
     fallen = _Fallen(scene)
     for first, until in _spans(end, end + scene.every, scene.window):

@@ -53,6 +53,8 @@ def read_json(path: Path) -> Any:
         raise BadInput(f"{path} can not be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not JSON: {error}") from None
+    except MemoryError:
+        raise BadInput(f"{path} does not fit into memory") from None
 
 
 def write_text(path: Path, text: str) -> None:

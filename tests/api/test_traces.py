@@ -102,6 +102,14 @@ def test_what_does_not_fit_into_memory_is_one_sentence(tmp_path: Path, monkeypat
         read_trace(path)
 
 
+def test_a_file_that_is_gone_in_the_middle_is_one_sentence(tmp_path: Path) -> None:
+    path = saved(tmp_path / "t.npz", packed=True)
+    trace = read_trace(path).load
+    path.unlink()
+    with pytest.raises(BadInput, match="can not be read any more"):
+        trace[0:4]
+
+
 def answered(first: int, count: int, world: str = "w" * 16, shape: tuple[int, int] = (2, 6)) -> bytes:
     made = io.BytesIO()
     steps = (first + np.arange(count)) * 8
