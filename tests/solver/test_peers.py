@@ -109,9 +109,9 @@ class TestFlash:
         prior = [0, 1, 2, 3]
         assert solve(one_layer([52, 52, 50, 46], prior, 2, 2, "flash")).moves == 0, "at 0.96"
         assert solve(one_layer([65, 50, 45, 40], prior, 2, 2, "flash")).moves == 2, "at 0.87, where 0.95 can be reached"
-        many = [100.0] * 60 + [70.0, 100.0, 130.0, 100.0]
+        many = [100.0] * 60 + [80.0, 100.0, 120.0, 100.0]
         start = Problem.of([many], 32, 2, prior=[list(range(64))], policy="flash")
-        assert solve(start).moves == 0, "at 0.87; from 32 ranks 0.85 is enough"
+        assert solve(start).moves == 0, "at 0.91; from 32 ranks 0.9 of the best is enough"
 
     @pytest.mark.parametrize("seed", range(4))
     def test_assignment_is_the_best_there_is(self, seed: int) -> None:
