@@ -74,9 +74,7 @@ class RoutingSampler:
         self._held[self._places] = routed
 
     def cut(self, step: int) -> None:
-        """The window ends before `step`; the next one begins with nothing."""
-        if step <= self._cut_step:
-            return
+        """The window ends before `step`; the next one begins with nothing. A window without tokens has no sample."""
         if self._seen:
             order = self._random.sample(range(self._filled), self._filled)
             self._done.append(_Window(self._cut_step, step, self._seen, self._held[order]))

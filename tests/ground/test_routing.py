@@ -146,6 +146,12 @@ def test_a_merged_sample_gives_every_token_the_same_chance() -> None:
         assert total[first] / 2000 == pytest.approx(10 * tokens / 1307, abs=0.1)
 
 
+def test_a_sample_that_came_in_order_is_drawn_from_as_a_whole() -> None:
+    ordered = TokenSample(100, np.concatenate([tuples(5, first) for first in range(6)]))
+    drawn = [merge([ordered], 3, (seed,)) for seed in range(30)]
+    assert {int(e) for one in drawn if one is not None for e in one.tuples[:, 0, 0]} == set(range(6))
+
+
 def test_the_same_seed_gives_the_same_sample() -> None:
     parts = [TokenSample(100, tuples(20, first)) for first in range(6)]
     one, same, other = (merge(parts, 16, seed) for seed in ((1, 2), (1, 2), (1, 3)))
