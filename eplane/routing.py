@@ -18,7 +18,7 @@ from eplane.fields import MAX_INT, Fields, pack
 from eplane.load import MAX_COUNT, MAX_RANKS, Refusal
 from eplane.topology import ModelShape
 
-# Expert ids in the sample of one rank and sub-window, and in all samples that come with one report (about 45 kB).
+# Expert ids in the sample of one rank and sub-window, and in all samples that come with one report (44 to 64 kB).
 MAX_SAMPLE_IDS = 16384
 MAX_REPORT_IDS = 32768
 MAX_REPORT_SAMPLES = 4096

@@ -189,6 +189,8 @@ async def test_everything_that_can_be_read(deployed: Deployment) -> None:
     load = await deployed.get("load")
     assert len(load["rank_load"]) == 2
     assert "BALANCEDNESS" in load_table(load)
+    assert "routing sampled: 7 tokens" in load_table({**load, "sampled": 7})
+    assert "routing" not in load_table({**load, "sampled": 0})
     assert "RANK" in layer_table(one_layer(load, 1, "rank_load"))
     assert "EXPERTS" in placement_table(one_layer(await deployed.get("placement"), 0, "p2l"))
     assert "n1" in nodes_table(await deployed.get("nodes"))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from eplane.errors import LinkLost, LinkRefused
-from eplane.placement import Placement
+from eplane.placement import Placement, linear
 from eplane.plan import Identity, LeaderEpoch
 from eplane.topology import ModelShape
 from runtime.link.client import LinkClient
@@ -24,7 +24,7 @@ from runtime.link.messages import RankStatus, StageCommand, StagedState, encode
 from runtime.link.port import EnginePort
 from runtime.link.server import LinkServer
 from tests.link.model_engine import ModelGroup
-from tests.moving.rig import LEADER, RealGroup, wave
+from tests.moving.rig import LEADER, RealGroup, RealRank, wave
 
 RANKS, LAYERS, EXPERTS, SLOTS, SPARE = 2, 2, 6, 4, 3
 
@@ -361,14 +361,17 @@ async def test_samples_are_told_window_by_window(rig: Rig) -> None:
     assert len((await client.samples(0)).samples) == 16, "old ones are let go"
 
 
-async def test_an_engine_that_samples_nothing_says_so_and_keeps_its_link(tmp_path: Path) -> None:
-    group = ModelGroup(["n0"], 1, 4, 4, 0, samples=False)
-    server, client = LinkServer(group.ranks[0], tmp_path / "rank0.sock"), LinkClient(tmp_path / "rank0.sock")
+@pytest.mark.parametrize("engine", ["model engine", "rank"])
+async def test_an_engine_that_samples_nothing_says_so_and_keeps_its_link(engine: str, tmp_path: Path) -> None:
+    rank = RealRank("ab" * 8, 0, linear(1, 4, 1, 4), 0, samples=False)
+    port: EnginePort = rank.port if engine == "rank" else ModelGroup(["n0"], 1, 4, 4, 0, samples=False).ranks[0]
+    server, client = LinkServer(port, tmp_path / "rank0.sock"), LinkClient(tmp_path / "rank0.sock")
     assert not (await client.connect("agent-1")).capabilities.routing_sample
     await refused(client.samples(0), "bad_request")
     assert (await client.status()).rank == 0
     await client.close()
     server.close()
+    rank.close()
 
 
 async def test_noise_is_refused_and_harms_nobody(rig: Rig) -> None:

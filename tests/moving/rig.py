@@ -61,6 +61,7 @@ class RealRank:
         nodes: Sequence[str] | None = None,
         faults: Faults = NO_FAULTS,
         rows: int = ROWS,
+        samples: bool = True,
     ) -> None:
         self.rank = rank
         self.digests = all_digests(start.layers, start.experts, rows)
@@ -89,7 +90,7 @@ class RealRank:
             self.load,
             faults=faults,
             transfer_deadline_s=5.0,
-            samples=self.sampler.since,
+            samples=self.sampler.since if samples else None,
         )
 
     def load(self, layer: int, expert: int) -> bytes:

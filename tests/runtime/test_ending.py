@@ -132,6 +132,12 @@ def test_the_launcher_needs_no_torch_and_says_what_is_missing(checkpoint: Get) -
     assert done.stderr == "error: torch is not installed, and ranks need it: install eplane[runtime]\n"
 
 
+@pytest.mark.parametrize("tokens", [-1, 1025])
+def test_a_sample_has_bounds(tokens: int) -> None:
+    with pytest.raises(BadInput, match="--routing-sample must be between"):
+        ServeOptions("m", routing_sample=tokens)
+
+
 def test_the_first_placement_is_the_one_given_else_the_one_kept_else_linear(tmp_path: Path) -> None:
     def options(**more: Any) -> ServeOptions:
         return ServeOptions("m", world_size=2, ranks=(0,), nodes=("local", "local"), slots=5, **more)
