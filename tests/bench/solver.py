@@ -1,19 +1,24 @@
 """Every placement policy side by side: balance on windows not seen, moves, time, gap to the proved bound.
 
-    python tests/bench/solver.py [--quick] [--layers N] [--seeds N] [--only compare,traces,time,scale,gap] [-o OUT.md]
+    python tests/bench/solver.py [--quick] [--layers N] [--seeds N] [--jobs N] [--shapes c1,c2] [--families zipf]
+                                 [--only compare,traces,originals,loads,kernels,time,scale,gap] [-o OUT.md]
 
-Each policy's answer for a window is the present placement of the next. Moves leave the cold start out. A family's layers
-are alike in distribution, so a sample of them stands for all; times are taken with all layers of a shape.
+Each policy's answer for a window is the present placement of the next. Balance is the mean over all decisions, moves leave
+the first (the cold start) out. A family's layers are alike in distribution, so a sample of them stands for all; times are
+taken with all layers of a shape. Everything but the times is the same in every run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +29,14 @@ sys.path.insert(0, str(ROOT))
 from controller.simulate import SimulationSettings, simulate  # noqa: E402
 from controller.solver import Problem, policies, solve  # noqa: E402
 from controller.solver.measure import balance, rank_loads  # noqa: E402
-from tests.bench.solver_loads import FAMILIES, PARTS, SHAPES, Loads, Shape, recorded  # noqa: E402
+from tests.bench.solver_loads import FAMILIES, PARTS, SHAPES, Loads, Shape, recorded, unrest  # noqa: E402
+from tests.bench.solver_originals import Reached, means_table, scenario_table  # noqa: E402
 
-ORDER = ("static", "eplb", "omni", "swift", "flash", "eplane")
+ORDER = ("static", "eplb", "omni", "omni-swap", "swift", "flash", "eplane")
+PARTS_OF_ALL = ("compare", "traces", "originals", "loads", "kernels", "time", "scale", "gap")
+HEAD = ["shape, family", *ORDER, "best other", "moves allowed", "met"]
+
+Rows = dict[tuple[str, str], dict[str, Reached]]
 
 
 class Report:
@@ -35,53 +45,125 @@ class Report:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def say(self, text: str = "") -> None:
-        print(text, flush=True)
-        self.lines.append(text)
+    def say(self, *lines: str) -> None:
+        for line in lines or ("",):
+            print(line, flush=True)
+            self.lines.append(line)
+
+    def table(self, title: str, head: list[str]) -> None:
+        self.say("", f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head))
 
 
-def run(trace: Loads, shape: Shape, policy: str, window: int) -> dict[str, float]:
+def run(trace: Loads, shape: Shape, policy: str, window: int) -> Reached:
+    """One policy over one trace."""
     settings = SimulationSettings(
         shape.ranks, shape.per_rank, window=window, policy=policy, fields={"nodes": shape.nodes}
     )
-    return simulate(trace, settings).summary()
+    windows = simulate(trace, settings).windows
+    moves = [w.moves / shape.layers for w in windows[1:]]
+    return Reached(*(float(np.mean(v)) for v in ([w.fitted for w in windows], [w.next_mean for w in windows], moves)))
 
 
-def rows(report: Report, name: str, shape: Shape, traces: list[Loads], window: int) -> dict[str, tuple[float, float]]:
-    """One table row: next-window balancedness / moves a layer for each policy, mean over the traces."""
-    found: dict[str, tuple[float, float]] = {}
-    for policy in ORDER:
-        results = [run(trace, shape, policy, window) for trace in traces]
-        found[policy] = tuple(float(np.mean([r[k] for r in results])) for k in ("next", "moves_a_layer"))  # type: ignore[assignment]
-    best = max((p for p in ORDER if p not in ("static", "eplane")), key=lambda p: found[p][0])
-    mine, allowed = found["eplane"], max(8.0, found[best][1] / 5)
-    verdict = "yes" if mine[0] > found[best][0] and mine[1] <= allowed else "no"
-    cells = " | ".join(f"{found[p][0]:.3f} / {found[p][1]:.1f}" for p in ORDER)
-    report.say(f"| {name} | {cells} | {best} | {allowed:.0f} | {verdict} |")
-    return found
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row: a shape and family over seeds, or a recorded trace by its number."""
+
+    shape: Shape
+    family: str
+    seeds: int = 1
+    trace: int = -1
+    quick: bool = False
+
+    def __call__(self) -> dict[str, Reached]:
+        if self.trace < 0:
+            traces, shape, window = [FAMILIES[self.family](self.shape, s) for s in range(self.seeds)], self.shape, PARTS
+        else:
+            _, shape, trace, window = recorded()[self.trace]
+            if self.quick:
+                trace, shape = trace[: 6 * window, :4], replace(shape, layers=4)
+            traces = [trace]
+        return {p: Reached(*np.mean([run(t, shape, p, window) for t in traces], axis=0).tolist()) for p in ORDER}
 
 
-def compare(report: Report, shapes: list[Shape], families: list[str], layers: int, seeds: int) -> None:
-    report.say(
-        f"\n### Synthetic families ({layers} layers a shape, {seeds} seeds): next-window balancedness / moves a layer\n"
-    )
-    report.say("| shape, family | " + " | ".join(ORDER) + " | best other | moves allowed | met |")
-    report.say("|" + "---|" * (len(ORDER) + 4))
-    for shape in shapes:
-        small = replace(shape, layers=min(layers, shape.layers))
-        for family in families:
-            traces = [FAMILIES[family](small, seed) for seed in range(seeds)]
-            rows(report, f"{shape.name}, {family}", small, traces, PARTS)
+def each(tasks: list[Task], jobs: int) -> Iterator[dict[str, Reached]]:
+    """Their rows, in order, as they become ready."""
+    if jobs == 1:
+        yield from (task() for task in tasks)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(Task.__call__, tasks)
 
 
-def traces(report: Report, quick: bool) -> None:
-    report.say("\n### Recorded loads: next-window balancedness / moves a layer\n")
-    report.say("| trace | " + " | ".join(ORDER) + " | best other | moves allowed | met |")
-    report.say("|" + "---|" * (len(ORDER) + 4))
-    for name, shape, trace, window in recorded():
-        if quick:
-            trace, shape = trace[: 6 * window, :4], replace(shape, layers=4)
-        rows(report, name, shape, [trace], window)
+def row_line(name: str, found: dict[str, Reached]) -> str:
+    """One line of a table: next-window balancedness / moves a layer of each policy, and whether ours is better cheaply."""
+    best = max((p for p in ORDER if p not in ("static", "eplane")), key=lambda p: found[p].next)
+    mine, allowed = found["eplane"], max(8.0, found[best].moves / 5)
+    verdict = "yes" if mine.next > found[best].next and mine.moves <= allowed else "no"
+    cells = [f"{found[p].next:.3f} / {found[p].moves:.1f}" for p in ORDER]
+    return f"| {' | '.join([name, *cells, best, f'{allowed:.0f}', verdict])} |"
+
+
+def tell_rows(report: Report, names: list[str], keys: list[tuple[str, str]], tasks: list[Task], jobs: int) -> Rows:
+    """Say one line after the other, and in how many of them ours is better."""
+    rows: Rows = {}
+    for name, key, found in zip(names, keys, each(tasks, jobs), strict=True):
+        report.say(row_line(name, found))
+        rows[key] = found
+    others = [p for p in ORDER if p != "eplane"]
+    ahead = sum(r["eplane"].next > max(r[p].next for p in others) for r in rows.values())
+    met = sum(line.endswith("| yes |") for line in report.lines[-len(rows) :])
+    report.say("", f"`eplane` is better balanced than every other policy in {ahead} of {len(rows)} rows; met: {met}.")
+    return rows
+
+
+def compare(report: Report, given: argparse.Namespace, shapes: list[Shape], families: list[str]) -> Rows:
+    small = [replace(s, layers=min(given.layers, s.layers)) for s in shapes]
+    pairs = [(s, f) for s in small for f in families]
+    title = f"Synthetic families ({given.layers} layers a shape, {given.seeds} seeds): next-window balancedness / moves a layer"
+    report.table(title, HEAD)
+    tasks = [Task(s, f, given.seeds) for s, f in pairs]
+    names, keys = [f"{s.name}, {f}" for s, f in pairs], [(s.name.split()[0], f) for s, f in pairs]
+    return tell_rows(report, names, keys, tasks, given.jobs)
+
+
+def traces(report: Report, given: argparse.Namespace) -> Rows:
+    found = recorded()
+    report.table("Recorded loads: next-window balancedness / moves a layer", ["trace", *HEAD[1:]])
+    tasks = [Task(shape, "recorded", trace=i, quick=given.quick) for i, (_, shape, _, _) in enumerate(found)]
+    keys = [(shape.name, "recorded") for _, shape, _, _ in found]
+    return tell_rows(report, [name for name, *_ in found], keys, tasks, given.jobs)
+
+
+def originals(report: Report, rows: Rows) -> None:
+    report.say("", "### Beside the originals: next-window balancedness / moves a layer", "", *scenario_table(rows))
+    lines = means_table(rows, {s.name.split()[0]: s.slots for s in SHAPES})
+    if len(lines) > 2:
+        report.say("", "### Fidelity: means over zipf, lognormal and corr_drift", "", *lines)
+
+
+def restless(report: Report, given: argparse.Namespace, shapes: list[Shape], families: list[str]) -> None:
+    """How far windows lie apart and how hot the hottest expert is, in each family."""
+    head = ["load", "total variation between windows", "hottest expert / mean (least to most)"]
+    report.table("The loads", head)
+    cases = [
+        (f"{shape.name}, {family}", FAMILIES[family](replace(shape, layers=min(given.layers, shape.layers)), 0), PARTS)
+        for shape in shapes
+        for family in families
+    ]
+    cases += [(name, trace, window) for name, _, trace, window in recorded()]
+    for name, load, window in cases:
+        apart, hot, least, most = unrest(load, window)
+        report.say(f"| {name} | {apart:.3f} | {hot:.1f} ({least:.1f} to {most:.1f}) |")
+
+
+def kernels(report: Report, quick: bool) -> None:
+    from tests.bench.solver_kernels import compare_kernels
+
+    report.table("Hot kernels: compiled (numba) against vectorised numpy", ["kernel", "numba ms", "numpy ms", "ratio"])
+    for name, ready, plain, miss in compare_kernels(8 if quick else SHAPES[0].layers):
+        if miss > 1e-5:
+            raise SystemExit(f"{name}: the results differ by {miss:g}")
+        report.say(f"| {name} | {ready:.2f} | {plain:.1f} | {plain / ready:.0f} |")
 
 
 def warm_case(shape: Shape) -> tuple[Problem, Problem, Loads]:
@@ -143,14 +225,14 @@ def _growth(quick: bool) -> Iterator[Shape]:
         yield Shape("", 8 if quick else 64, 512, max(1024, ranks), ranks, max(ranks // 8, 1))
 
 
-def gaps(report: Report, layers: int) -> None:
+def gaps(report: Report, layers: int, shapes: list[Shape], families: list[str]) -> None:
     report.say(f"\n### Gap to the proved bound on the measured window, forecast off, moves free ({layers} layers)\n")
-    report.say("| shape | " + " | ".join(FAMILIES) + " |")
-    report.say("|" + "---|" * (len(FAMILIES) + 1))
-    for shape in SHAPES:
+    report.say("| shape | " + " | ".join(families) + " |")
+    report.say("|" + "---|" * (len(families) + 1))
+    for shape in shapes:
         small = replace(shape, layers=min(layers, shape.layers))
         cells = []
-        for family in FAMILIES:
+        for family in families:
             loads = FAMILIES[family](small, 0, 2)[:PARTS]
             answer = solve(Problem.of(loads, small.ranks, small.per_rank, nodes=small.nodes, forecast=False))
             cells.append(f"{100 * float((1 - answer.balancedness / answer.bound).mean()):.2f} %")
@@ -160,34 +242,45 @@ def gaps(report: Report, layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two shapes, two families, two layers: a minute")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", default="compare,traces,time,scale,gap")
+    parser.add_argument("--layers", type=int, default=6, help="of each shape, in the comparison and the gaps")
+    parser.add_argument("--seeds", type=int, default=2, help="of each family")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, for the comparison and the recorded loads")
+    parser.add_argument("--only", default=",".join(PARTS_OF_ALL), help="parts, comma separated (default: %(default)s)")
     parser.add_argument("--shapes", default="", help="first words of shapes, comma separated")
     parser.add_argument("--families", default="", help=", ".join(FAMILIES))
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
     assert_known()
-    names = [n for n in given.shapes.split(",") if n] or (["c1", "c6b"] if given.quick else [])
-    shapes = [s for s in SHAPES if not names or s.name.split()[0] in names]
-    families = [f for f in given.families.split(",") if f] or (
-        ["zipf", "corr_drift"] if given.quick else list(FAMILIES)
-    )
-    layers = 2 if given.quick else given.layers
-    report = Report()
-    parts = given.only.split(",")
-    if "compare" in parts:
-        compare(report, shapes, families, layers, given.seeds)
-    if "traces" in parts:
-        traces(report, given.quick)
-    if "time" in parts:
-        timing(report)
-    if "scale" in parts:
-        scaling(report, given.quick)
-    if "gap" in parts:
-        gaps(report, layers)
+    if given.quick:
+        given.layers, given.seeds = 2, 1
+    words = [s.name.split()[0] for s in SHAPES]
+    names = chosen(given.shapes, words, ["c1", "c6b"] if given.quick else words)
+    shapes = [s for s in SHAPES if s.name.split()[0] in names]
+    families = chosen(given.families, list(FAMILIES), ["zipf", "corr_drift"] if given.quick else list(FAMILIES))
+    report, rows = Report(), Rows()
+    steps: dict[str, Callable[[], object]] = {
+        "compare": lambda: rows.update(compare(report, given, shapes, families)),
+        "traces": lambda: rows.update(traces(report, given)),
+        "originals": lambda: originals(report, rows),
+        "loads": lambda: restless(report, given, shapes, families),
+        "kernels": lambda: kernels(report, given.quick),
+        "time": lambda: timing(report),
+        "scale": lambda: scaling(report, given.quick),
+        "gap": lambda: gaps(report, given.layers, shapes, families),
+    }
+    for part in chosen(given.only, list(PARTS_OF_ALL), list(PARTS_OF_ALL)):
+        steps[part]()
     if given.output:
         given.output.write_text("\n".join(report.lines) + "\n")
+
+
+def chosen(text: str, known: list[str], default: list[str]) -> list[str]:
+    """What a comma separated option names, in the order of `known`. Exits with a sentence for a name that is not there."""
+    asked = [word for word in text.split(",") if word]
+    for word in asked:
+        if word not in known:
+            raise SystemExit(f"{word!r} is none of {', '.join(known)}")
+    return [word for word in known if word in asked] if asked else default
 
 
 def assert_known() -> None:
@@ -197,4 +290,6 @@ def assert_known() -> None:
 
 
 if __name__ == "__main__":
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     main()
