@@ -118,8 +118,10 @@ class SolverProcess:
         """Start the process and have it compile (or load) what every solve needs, before the first one is wanted."""
         two = np.array([[0, 1, 0, 2]], dtype=np.int32)
         load = np.array([[3.0, 2.0, 1.0]])
+        routings = np.tile(np.array([[0, 1], [1, 2]], dtype=np.int32), (1, 64, 1))
         await self.shares(two, 2, load, timeout_s)
-        await self.solve({"load": load, "ranks": 2, "slots_per_rank": 2, "prior": two, "policy": "eplane"}, timeout_s)
+        problem = {"load": load, "ranks": 2, "nodes": 2, "slots_per_rank": 2, "prior": two, "policy": "eplane"}
+        await self.solve({**problem, "routing_sample": routings}, timeout_s)
 
     async def close(self) -> None:
         await self._end()

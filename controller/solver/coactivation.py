@@ -19,7 +19,7 @@ solve moves nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +38,7 @@ NODE_WEIGHT = 0.3
 node cost an engine that sends a token once to each node, at 1,024 routed tokens a rank."""
 LEAST_TUPLES = 64
 """A layer with fewer sampled tuples says too little of which experts fire together."""
-SURE, JUDGED_SURE = 1.0, 2.0
+SURE, JUDGED_SURE = 1.0, 3.0
 """Standard errors taken off a gain: of one exchange in the half that is searched, of all together in the other."""
 HOLD = 1.5
 """The present placement may stay until it exceeds the slack by half: a limit that it was placed against must not, when it
@@ -46,6 +46,9 @@ shifts a little, ask for moves."""
 BALANCE_PART = 0.6
 """Part of a time budget that balance may use."""
 ROUNDS = 4
+NODES, LATE = "nodes touched a token", "time ran out"
+EAGER = 10.0
+"""From nothing moves are free: exchanges first with this many times the weight, which leads to better optima."""
 STEPS_A_CALL = 32
 
 
@@ -53,12 +56,12 @@ def solve_near(problem: Problem, balanced: Callable[[Problem], Answer]) -> Answe
     """Solve with balance first, then nodes touched; `balanced` solves without looking at the sample."""
     started = time.perf_counter()
     deadline = None if problem.budget_ms is None else started + problem.budget_ms / 1e3
-    budget = None if problem.budget_ms is None else problem.budget_ms * BALANCE_PART
-    bare = replace(problem, routing_sample=None, budget_ms=budget)
-    alone = balanced(bare)
     why = refusal(problem)
     if why is not None:
+        alone = balanced(replace(problem, routing_sample=None))
         return _answer(problem, alone, alone.placement, [*alone.decisions, why])
+    bare = replace(problem, routing_sample=None, budget_ms=_part(deadline))
+    alone = balanced(bare)
     first = _Round(problem, bare, alone.placement, deadline)
     placement = first.run(range(problem.layers))
     changed = first.changed()
@@ -66,26 +69,28 @@ def solve_near(problem: Problem, balanced: Callable[[Problem], Answer]) -> Answe
     for _ in range(ROUNDS - 1 if problem.max_moves is None else 0):
         if not changed or _over(deadline):
             break
-        near = bare.with_prior(placement)
+        near = replace(bare, budget_ms=_part(deadline)).with_prior(placement)
         again = _Round(replace(problem, prior=near.prior), near, balanced(near).placement, deadline)
-        found = again.run(changed)
-        placement, changed = found, again.changed()
+        placement = again.run(changed)
+        changed = again.changed()
+        for layer in changed:
+            first.choices[layer].becomes(again.choices[layer])
     if problem.fixed_slots:
         placement = keep_places(problem, placement)
-    decisions = first.explain(placement, alone)
-    if _over(deadline):
-        decisions.append(f"time ran out after {problem.budget_ms:g} ms: the best placement so far")
+    decisions = first.explain(placement, [x for x in alone.decisions if not x.startswith(LATE)])
+    if _over(deadline) or len(decisions) < len(alone.decisions):
+        decisions.append(f"{LATE} after {problem.budget_ms:g} ms: the best placement so far")
     return _answer(problem, alone, placement, decisions)
 
 
 def refusal(problem: Problem) -> str | None:
     """Why no layer of this problem looks at nodes touched, or None."""
     if problem.cross_node_weight == 0:
-        return "nodes touched a token do not count: cross_node_weight is 0"
+        return f"{NODES} do not count: cross_node_weight is 0"
     if problem.strategy is Strategy.HIERARCHICAL:
-        return "nodes touched a token stay as they are: expert groups are bound to their nodes"
+        return f"{NODES} stay as they are: expert groups are bound to their nodes"
     if max(map(len, problem.routing_sample or ()), default=0) < LEAST_TUPLES:
-        return f"nodes touched a token do not count: no layer has {LEAST_TUPLES} sampled tuples"
+        return f"{NODES} do not count: no layer has {LEAST_TUPLES} sampled tuples"
     return None
 
 
@@ -94,8 +99,18 @@ def weight_of_node(problem: Problem) -> float:
     return PART_SEEN * (NODE_WEIGHT if problem.cross_node_weight is None else problem.cross_node_weight)
 
 
+def _part(deadline: float | None) -> float | None:
+    """Milliseconds that balance may use of what is left."""
+    return None if deadline is None else max(deadline - time.perf_counter(), 0.0) * 1e3 * BALANCE_PART
+
+
 def _over(deadline: float | None) -> bool:
     return deadline is not None and time.perf_counter() >= deadline
+
+
+def _alike(one: Ints, other: Ints) -> bool:
+    """Do two tables [R, K] have the same experts on the same ranks?"""
+    return bool((np.sort(one, axis=1) == np.sort(other, axis=1)).all())
 
 
 def _answer(problem: Problem, alone: Answer, placement: Ints, decisions: list[str]) -> Answer:
@@ -110,12 +125,16 @@ def _answer(problem: Problem, alone: Answer, placement: Ints, decisions: list[st
 @dataclass(slots=True)
 class _Choice:
     """What was weighed for one layer. nodes: touched a token before (present; balanced at a cold start) and after, on the
-    judged half; slowest: expected slowest rank of balance alone and of what was taken; told: why nothing was."""
+    judged half; slowest: expected slowest rank of balance alone and of what was taken; told: why nothing was weighed."""
 
     nodes: tuple[float, float] = (0.0, 0.0)
     slowest: tuple[float, float] = (0.0, 0.0)
-    taken: str = "balanced"
     told: str = ""
+
+    def becomes(self, later: _Choice) -> None:
+        """A later round took something else."""
+        if not later.told:
+            self.nodes, self.slowest = (self.nodes[0], later.nodes[1]), (self.slowest[0], later.slowest[1])
 
 
 @dataclass(slots=True)
@@ -154,7 +173,7 @@ class _Round:
             if layer in layers and not _over(self.deadline):
                 self._choose(layer)
             elif layer in layers:
-                self.choices[layer].told = "time ran out before nodes touched a token were looked at"
+                self.choices[layer].told = "time ran out before nodes were looked at"
             elif self.start is not None:
                 self.tables[layer] = self.start[layer]
         return self.tables.reshape(self.problem.layers, self.problem.slots).copy()
@@ -163,8 +182,8 @@ class _Round:
         """Layers that did not simply keep the present placement."""
         if self.start is None:
             return list(range(self.problem.layers))
-        differs = (np.sort(self.tables, axis=2) != np.sort(self.start, axis=2)).any(axis=(1, 2))
-        return np.flatnonzero(differs).tolist()
+        pairs = zip(self.tables, self.start, strict=True)
+        return [layer for layer, (new, old) in enumerate(pairs) if not _alike(new, old)]
 
     def _choose(self, layer: int) -> None:
         p, choice, sample = self.problem, self.choices[layer], self.samples[layer]
@@ -184,7 +203,9 @@ class _Round:
                 offset = float((balance.nodes - present.nodes).mean())
                 for candidate in candidates:
                     candidate.cost += self.weight * offset
-                candidates += [present, self._exchanged(layer, present, tokens, cap)]
+                candidates.append(present)
+                if not _alike(present.table, balance.table):
+                    candidates.append(self._exchanged(layer, present, tokens, cap))
             if p.min_improvement > 0:
                 least = present.f * (1 - p.min_improvement)
                 candidates = [c for c in candidates if c in (balance, present) or c.f <= least]
@@ -196,7 +217,6 @@ class _Round:
         before = balance if present is None else present
         choice.nodes = float(before.nodes.mean()), float(best.nodes.mean())
         choice.slowest = balance.slowest, best.slowest
-        choice.taken = best.name
 
     def _may_stay(self, present: _Candidate, balance: _Candidate) -> bool:
         """Not slower than the slack allows, and no more slots used than balance uses where they are short."""
@@ -224,41 +244,45 @@ class _Round:
         p, search = self.problem, self.search
         rules = search.begin(layer, base.table)
         kernel.setup_tokens(search.state, tokens)
-        goal = kernel.Goal(self.weight, cap, SURE)
         left = FREE if p.max_moves is None or p.prior is None else p.max_moves - int(search.moved[layer])
-        settled = 0
-        while not settled and not _over(self.deadline):
-            _, moves, settled = kernel.lower(search.state, rules, tokens, goal, left, STEPS_A_CALL, self.pick)
-            left -= moves
+        steps = FREE if self.deadline is None else STEPS_A_CALL
+        for eager in (EAGER, 1.0) if p.prior is None else (1.0,):
+            goal = kernel.Goal(self.weight * eager, cap, SURE)
+            settled = 0
+            while not settled and not _over(self.deadline):
+                _, moves, settled = kernel.lower(search.state, rules, tokens, goal, left, steps, self.pick)
+                left -= moves
         found = self._measure(f"{base.name}, exchanged", layer, search.state.table, tokens)
         change = found.nodes - base.nodes
         sure = JUDGED_SURE * float(change.std()) / len(change) ** 0.5
         found.cost += self.weight * (float(change.mean()) + sure)
         return found
 
-    def explain(self, placement: Ints, alone: Answer) -> list[str]:
+    def explain(self, placement: Ints, sentences: Sequence[str]) -> list[str]:
         """The sentences of balance, with what was done for nodes touched, and why nothing was."""
-        p = self.problem
+        p, out = self.problem, list(sentences)
         moves = count_moves(p.prior, placement, p.ranks, p.experts)
-        tables, out = placement.reshape(self.tables.shape), list(alone.decisions)
+        tables = placement.reshape(self.tables.shape)
         for layer, choice in enumerate(self.choices):
+            if choice.told:
+                out[layer] += f"; {choice.told}"
             if choice.told or (self.start is not None and self.held[layer]):
-                out[layer] += f"; {choice.told}" if choice.told else ""
                 continue
-            same = (np.sort(tables[layer], axis=1) == np.sort(self.balance[layer], axis=1)).all()
-            nodes = f"nodes touched a token {choice.nodes[0]:.2f} -> {choice.nodes[1]:.2f}"
-            slow = f"{choice.slowest[1]:.2f} where balance alone has {choice.slowest[0]:.2f}"
-            if choice.taken == "present":
-                out[layer] += "" if same else " alone, but stays: that gains less than the nodes it would cost"
-                out[layer] += (
-                    f"; nodes touched a token stay {choice.nodes[1]:.2f}, no exchange surely pays for its moves"
+            as_balanced = _alike(tables[layer], self.balance[layer])
+            stays = self.start is not None and _alike(tables[layer], self.start[layer])
+            nodes = f"{NODES} {choice.nodes[0]:.2f} -> {choice.nodes[1]:.2f}"
+            slow = f"predicted slowest rank {choice.slowest[1]:.3f} where balance alone has {choice.slowest[0]:.3f}"
+            if as_balanced:
+                nodes = f"{NODES} {choice.nodes[1]:.2f}" if stays or self.start is None else nodes
+                out[layer] += f"; {nodes}, no exchange surely lowers that by what it costs"
+            elif stays:
+                out[layer] = (
+                    f"layer {layer}: stays, what balance gains would cost more in {NODES} ({choice.nodes[1]:.2f})"
                 )
-            elif choice.taken == "balanced":
-                out[layer] += f"; {nodes} by it, no exchange surely pays for its moves"
-            elif p.prior is None:
-                out[layer] = f"layer {layer}: placed from scratch, experts that fire together on one node: {nodes}"
-                out[layer] += f" against balance alone, predicted max load {slow}"
+            elif self.start is None:
+                out[layer] = f"layer {layer}: placed from scratch, experts that fire together near each other: "
+                out[layer] += f"{nodes} against balance alone, {slow}"
             else:
-                out[layer] = f"layer {layer}: experts that fire together on one node: {nodes}, "
-                out[layer] += f"predicted max load {slow}, {moves[layer]} moves"
+                out[layer] = f"layer {layer}: experts that fire together near each other: {nodes}, {slow}, "
+                out[layer] += f"{moves[layer]} moves"
         return out

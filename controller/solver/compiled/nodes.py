@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     """Sampled tuples of a layer. ids [n, K] experts, -1 pads; first [E + 2], at [n * K]: tuples of each expert; part
     [E + 1, N] share of an expert's copies on a node; pull [E + 1, N] mean over the sample of the chance that nothing but
     expert e of its tuple touches the node; tops [H, 3] slowest ranks of each scenario and their ranks; order, worth:
-    scratch for places by what they could gain."""
+    scratch for places by what they could gain; back [N, N] most that a copy gains by going from one node to another."""
 
     ids: Any
     first: Any
@@ -39,6 +39,7 @@ class Tokens(NamedTuple):
     top_of: Any
     order: Any
     worth: Any
+    back: Any
 
 
 class Goal(NamedTuple):
@@ -66,6 +67,7 @@ def tokens_of(sample: NDArray[Any], experts: int, nodes: int, slots: int) -> Tok
         top_of=np.zeros((H, 3), dtype=np.int64),
         order=np.zeros(slots, dtype=np.int64),
         worth=np.zeros(slots),
+        back=np.zeros((nodes, nodes)),
     )
 
 
@@ -227,10 +229,28 @@ def _exchange(s, q, t, r, a, o, b):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _exchange_of_means(s, q, r, a, o, b):  # type: ignore[no-untyped-def]
+    """Lower bounds of what `_exchange` returns, from the mean of the scenarios: both are convex in them."""
+    square, v, speed = s.square, s.v, s.speed
+    risk, floor, unit = np.float32(q.risk), np.float32(q.floor), np.float32(q.unit)
+    shift = square[1, a] - square[1, b]
+    d = np.sqrt(square[1, a]) - np.sqrt(square[1, b])
+    left = s.mean[r] + (risk * np.sqrt(max(v[r] - shift, np.float32(0.0))) - d) * speed[r]
+    right = s.mean[o] + (risk * np.sqrt(max(v[o] + shift, np.float32(0.0))) + d) * speed[o]
+    return np.float32(H) * (power(left * unit, floor) + power(right * unit, floor)), max(left, right)
+
+
+@compiled
+def _root(x):  # type: ignore[no-untyped-def]
+    """x to the power 1 / POWER."""
+    return np.sqrt(np.sqrt(np.sqrt(x)))
+
+
+@compiled
 def _partner(s, q, t, g, r, k, f, slow, near, budget, pick):  # type: ignore[no-untyped-def]
     """Best exchange of place (r, k). Writes it to pick as `apply` takes it; returns its gain, in scaled units of F."""
     table, usable, locked, on, home, node, count = s.table, s.usable, s.locked, s.on, s.home, s.node, s.count
-    prior, pull, phi = s.prior, t.pull, s.phi
+    prior, pull, phi, first, rows = s.prior, t.pull, s.phi, t.first, t.ids.shape[0]
     none = count.shape[0] - 1
     size = phi.shape[0] * H
     a = np.int64(table[r, k])
@@ -240,9 +260,12 @@ def _partner(s, q, t, g, r, k, f, slow, near, budget, pick):  # type: ignore[no-
     best = LEAST_GAIN * f
     for o in range(table.shape[0]):
         there = node[o]
-        if o == r or on[o, a] or (home[a] >= 0 and home[a] != there) or (there == here and not near):
-            continue
         mine = (pull[a, here] - pull[a, there]) / count[a]
+        # Not even the partner that wants to come here most, with all its moves undone, would make it pay.
+        if not near and weight * (mine + t.back[there, here]) + 2 * price <= best:
+            continue
+        if o == r or on[o, a] or (home[a] >= 0 and home[a] != there):
+            continue
         for j in range(usable[o]):
             if locked[o, j]:
                 continue
@@ -260,12 +283,21 @@ def _partner(s, q, t, g, r, k, f, slow, near, budget, pick):  # type: ignore[no-
                 continue
             if b != none and (on[r, b] or (home[b] >= 0 and home[b] != here)):
                 continue
-            total, then = _exchange(s, q, t, r, a, o, b)
-            if then > g.cap and then >= slow:
+            if saved > 0:
+                # Its standard error is least when all tuples of the two gain alike.
+                few = first[a + 1] - first[a] + first[b + 1] - first[b]
+                saved -= g.sure * saved * np.sqrt(max(1.0 / max(few, 1) - 1.0 / rows, 0.0))
+                if not near and weight * saved - price * moves <= best:
+                    continue
+            rest = whole - phi[r] - phi[o]
+            most = f - q.floor - price * moves + weight * saved - best
+            # Cheaply first: the scenarios can only add to what their mean does.
+            total, then = _exchange_of_means(s, q, r, a, o, b)
+            if (then > g.cap and then >= slow) or _root(max(rest + total, 0.0) / size) >= most:
                 continue
-            after = q.floor + (max(whole - phi[r] - phi[o] + total, 0.0) / size) ** (1.0 / POWER)
-            gain = f - after - price * moves
-            if gain + weight * saved <= best:
+            total, then = _exchange(s, q, t, r, a, o, b)
+            gain = f - q.floor - price * moves - _root(max(rest + total, 0.0) / size)
+            if (then > g.cap and then >= slow) or gain + weight * saved <= best:
                 continue
             if there != here:
                 mean, error = _fewer(s, t, a, here, b, there)
@@ -309,8 +341,12 @@ def _take(s, q, t, pick):  # type: ignore[no-untyped-def]
 @compiled
 def _by_worth(s, t):  # type: ignore[no-untyped-def]
     """Write to t.order the places whose copy could gain by another node, most first; returns how many."""
-    table, usable, locked, node, count, pull = s.table, s.usable, s.locked, s.node, s.count, t.pull
+    table, usable, locked, node, count, pull, back = s.table, s.usable, s.locked, s.node, s.count, t.pull, t.back
     nodes = pull.shape[1]
+    # An empty place comes for nothing; nothing at all is gained on one's own node.
+    back[:] = 0.0
+    for m in range(nodes):
+        back[m, m] = -1.0
     places = table.shape[1]
     n = 0
     for r in range(table.shape[0]):
@@ -318,15 +354,25 @@ def _by_worth(s, t):  # type: ignore[no-untyped-def]
             a = table[r, k]
             if a < 0 or locked[r, k]:
                 continue
-            least = np.inf
+            here = node[r]
+            least = 1.0
             for m in range(nodes):
-                if m != node[r]:
-                    least = min(least, pull[a, m])
-            t.worth[n] = (least - pull[a, node[r]]) / count[a]
+                if m != here:
+                    least = min(least, (pull[a, m] - pull[a, here]) / count[a])
+                    back[here, m] = max(back[here, m], (pull[a, here] - pull[a, m]) / count[a])
+            t.worth[n] = least
             t.order[n] = r * places + k
             n += 1
-    rank = np.argsort(t.worth[:n])
-    t.order[:n] = t.order[:n][rank]
+    # Sorted by hand (Shell's method): numpy's takes seconds to compile.
+    gap = n // 2
+    while gap > 0:
+        for i in range(gap, n):
+            w, o, j = t.worth[i], t.order[i], i
+            while j >= gap and t.worth[j - gap] > w:
+                t.worth[j], t.order[j] = t.worth[j - gap], t.order[j - gap]
+                j -= gap
+            t.worth[j], t.order[j] = w, o
+        gap //= 2
     return n
 
 
@@ -349,8 +395,10 @@ def lower(s, q, t, g, budget, steps, pick):  # type: ignore[no-untyped-def]
             r, k = t.order[i] // places, t.order[i] % places
             if k >= usable[r] or table[r, k] < 0:
                 continue
-            near = phi[r] == phi.max()
-            gain = _partner(s, q, t, g, r, k, f, slow, near, budget - moved, pick)
+            top = phi[r]
+            for o in range(phi.shape[0]):
+                top = max(top, phi[o])
+            gain = _partner(s, q, t, g, r, k, f, slow, phi[r] == top, budget - moved, pick)
             if gain <= 0:
                 continue
             _take(s, q, t, pick)
