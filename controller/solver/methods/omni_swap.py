@@ -8,6 +8,9 @@ max / min exceeds 300 are left alone, as published. It is not idempotent, as pub
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from controller.solver.answer import Answer
@@ -97,6 +100,7 @@ def _high(problem: Problem, table: Ints, load: Floats, usable: Ints) -> int:
     hot = int(np.where(use, ranks, -1.0).argmax())
     counts = copies(table, problem.experts)
     on = _on(table, problem.experts)
+    spots, relieved = _free_spots(table, load, ranks, counts, on, usable)
     best, change = _ratio(ranks[use]), None
     for place in np.flatnonzero(table[hot] != EMPTY).tolist():
         expert = int(table[hot, place])
@@ -104,22 +108,16 @@ def _high(problem: Problem, table: Ints, load: Floats, usable: Ints) -> int:
         other, there = np.unravel_index(int(swap.argmin()), swap.shape)
         if swap[other, there] < best:
             best, change = float(swap[other, there]), (int(other), int(there), place, expert, True)
-        if counts[expert] >= min(LIMIT, problem.ranks):
+        if counts[expert] >= min(LIMIT, problem.ranks) or not len(spots):
             continue
-        for rank in np.flatnonzero(use & ~on[:, expert]).tolist():
-            for spot in range(int(usable[rank])):
-                old = int(table[rank, spot])
-                if old != EMPTY and counts[old] < 2:
-                    continue
-                after = ranks.copy()
-                share = load[expert]
-                after[on[:, expert]] += share / (counts[expert] + 1) - share / counts[expert]
-                after[rank] += share / (counts[expert] + 1)
-                if old != EMPTY:
-                    after[on[:, old]] += load[old] / (counts[old] - 1) - load[old] / counts[old]
-                    after[rank] -= load[old] / (counts[old] - 1)
-                if _ratio(after[use]) < best:
-                    best, change = _ratio(after[use]), (rank, spot, place, expert, False)
+        part, now = load[expert] / (counts[expert] + 1), load[expert] / counts[expert]
+        after = relieved + np.where(on[:, expert], part - now, 0.0)
+        after[np.arange(len(spots)), spots[:, 0]] += part
+        ratio = after[:, use].max(axis=1) / np.maximum(1.0, after[:, use].min(axis=1))
+        ratio[on[spots[:, 0], expert]] = np.inf
+        if ratio.min() < best:
+            rank, spot = spots[int(ratio.argmin())].tolist()
+            best, change = float(ratio.min()), (rank, spot, place, expert, False)
     if change is None:
         return 0
     rank, spot, place, expert, swapped = change
@@ -127,6 +125,20 @@ def _high(problem: Problem, table: Ints, load: Floats, usable: Ints) -> int:
         table[hot, place] = table[rank, spot]
     table[rank, spot] = expert
     return 1
+
+
+def _free_spots(
+    table: Ints, load: Floats, ranks: Floats, counts: Ints, on: np.ndarray, usable: Ints
+) -> tuple[Ints, Floats]:
+    """(spots [n, 2] rank and place that are empty or hold a redundant copy; rank loads [n, R] once each is cleared)."""
+    there = np.arange(table.shape[1]) < usable[:, None]
+    spots = np.argwhere(there & ((table == EMPTY) | (np.append(counts, 2)[table] > 1)))
+    old = table[spots[:, 0], spots[:, 1]]
+    now = np.where(old == EMPTY, 0.0, load[old] / counts[old])
+    more = np.where(old == EMPTY, 0.0, load[old] / np.maximum(counts[old] - 1, 1)) - now
+    after = ranks + np.where(on[:, old].T, more[:, None], 0.0)
+    after[np.arange(len(spots)), spots[:, 0]] -= now + more
+    return spots, after
 
 
 def _low(problem: Problem, table: Ints, load: Floats, use: Ints) -> int:
@@ -162,17 +174,23 @@ def _swap_ratios(
     shift = heat[rank, place] - heat
     legal = (table != EMPTY) & ~on[:, expert][:, None] & ~on[rank][table] & use[:, None]
     legal &= (shift >= 0) if less else (shift <= 0)
-    order = np.argsort(ranks[use])
-    used = np.flatnonzero(use)
-    out = np.full(table.shape, np.inf)
-    # Only three ranks matter beside the pair: the extremes that are neither of them.
-    high = [int(r) for r in used[order[::-1][:3]]]
-    low = [int(r) for r in used[order[:3]]]
-    for other in np.flatnonzero(legal.any(axis=1)).tolist():
-        top = max((ranks[r] for r in high if r not in (rank, other)), default=0.0)
-        bottom = min((ranks[r] for r in low if r not in (rank, other)), default=np.inf)
-        mine, theirs = ranks[rank] - shift[other], ranks[other] + shift[other]
-        peak = np.maximum(top, np.maximum(mine, theirs))
-        least = np.maximum(1.0, np.minimum(bottom, np.minimum(mine, theirs)))
-        out[other] = np.where(legal[other], peak / least, np.inf)
+    # Of the ranks that are neither of the pair only the extremes matter.
+    rest = np.where(use, ranks, np.nan)
+    rest[rank] = np.nan
+    top, bottom = _without_each(rest, np.nanmax, 0.0), _without_each(rest, np.nanmin, np.inf)
+    mine, theirs = ranks[rank] - shift, ranks[:, None] + shift
+    peak = np.maximum(top[:, None], np.maximum(mine, theirs))
+    least = np.maximum(1.0, np.minimum(bottom[:, None], np.minimum(mine, theirs)))
+    return np.where(legal, peak / least, np.inf)
+
+
+def _without_each(values: Floats, extreme: Callable[[Floats], Any], nothing: float) -> Floats:
+    """[R] the extreme of all others for each rank; nan does not count."""
+    known = np.flatnonzero(~np.isnan(values))
+    if not known.size:
+        return np.full(len(values), nothing)
+    first = known[int(np.flatnonzero(values[known] == extreme(values[known]))[0])]
+    others = known[known != first]
+    out = np.full(len(values), float(values[first]))
+    out[first] = float(extreme(values[others])) if others.size else nothing
     return out
