@@ -2,7 +2,8 @@
 
     python tests/bench/run.py [--full] [--only NAME]
 
-`--full` makes the solver's comparison run in full instead of its quick form. Benchmarks show figures, they do not judge
+`--full` makes the solver's comparison run in full (all shapes and families, six layers, two seeds, two processes) instead
+of its quick form. Benchmarks show figures, they do not judge
 them: the exit code tells only whether each ran to its end.
 """
 
@@ -36,7 +37,13 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("migration", "Migration cost: steps with a wave in progress and without", "tests.bench.migration"),
-    Benchmark("solver", "Solver: balance, cost and time of the policies", "tests.bench.solver", ("--quick",)),
+    Benchmark(
+        "solver",
+        "Solver: balance, cost and time of the policies",
+        "tests.bench.solver",
+        quick=("--quick",),
+        full=("--layers", "6", "--seeds", "2", "--jobs", "2"),
+    ),
 )
 
 

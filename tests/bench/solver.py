@@ -189,14 +189,14 @@ def seconds(problem: Problem, repeat: int = 5) -> tuple[float, float]:
 def timing(report: Report) -> None:
     shape = SHAPES[0]
     cold, warm, after = warm_case(shape)
-    report.say(f"\n### Time, {shape.name}, all {shape.layers} layers, warm process, best of 5 (wall ms / CPU ms)\n")
+    report.say(f"\n### Time, {shape.name}, all {shape.layers} layers, warm process, best of 3 (wall ms / CPU ms)\n")
     report.say("| solve | ms | next-window balancedness | moves a layer |")
     report.say("|---|---|---|---|")
     for name, problem in [
         ("from nothing", cold),
         *((f"from a prior, {b} ms", replace(warm, budget_ms=float(b))) for b in (20, 40, 60, 100)),
         ("from a prior, to the end", warm),
-        *((f"{p}", warm.with_policy(p)) for p in ("static", "eplb", "omni", "swift")),
+        *((f"{p}", warm.with_policy(p)) for p in ORDER[:-1]),
     ]:
         wall, cpu = seconds(problem, 3)
         answer = solve(problem)
