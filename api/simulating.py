@@ -23,7 +23,7 @@ from api.port import plain
 from api.problems import problem_of
 from controller.costs import hardware_named
 from controller.scene import Scene
-from controller.simulate import SimulationResult, SimulationSettings, decisions, first_table, simulate
+from controller.simulate import SimulationResult, SimulationSettings, first_table, least_to_count, simulate
 from controller.solver import Problem
 from controller.solver.policy import policy_named
 from controller.tape import Trace
@@ -53,9 +53,9 @@ def check(load: Trace, policies: Sequence[str], settings: SimulationSettings) ->
     if own:
         raise ProblemError(own[0], "is set by the simulation itself")
     entries, layers, experts = load.shape
-    if settings.window < 1 or entries < 2 * settings.window or decisions(entries, settings) < 1:
-        # Where the first decision fills an empty world there must be one more, and always a span to judge it by.
-        few = f"the trace has {entries} entries, that is not enough for a decision and a span to judge it by"
+    needed = least_to_count(settings) if settings.window > 0 else 1
+    if settings.window < 1 or entries < needed:
+        few = f"the trace has {entries} entries, {needed} at least are needed"
         raise ProblemError("window", f"is {settings.window}; {few}")
     if settings.controlled:
         for policy in policies:

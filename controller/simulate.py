@@ -143,14 +143,17 @@ class SimulationResult:
 
 def simulate(trace: Trace, settings: SimulationSettings, progress: Progress | None = None) -> SimulationResult:
     """Replay `trace [W, L, E]`. progress(done, total) is called after each decision. Raises ProblemError, Infeasible."""
-    if len(trace.shape) != 3 or trace.shape[0] < 2 * settings.window or settings.window < 1:
-        raise ProblemError(
-            "trace", f"has shape {tuple(trace.shape)}; [entries, layers, experts] with two windows at least is needed"
-        )
     for name in ("every", "delay"):
         value = getattr(settings, name)
         if value is not None and value < (name == "every"):
             raise ProblemError(name, f"is {value}, must be at least {int(name == 'every')}")
+    if settings.window < 1:
+        raise ProblemError("window", f"is {settings.window}, must be at least 1")
+    if len(trace.shape) != 3 or trace.shape[0] < least_entries(settings):
+        shape = tuple(trace.shape)
+        raise ProblemError(
+            "trace", f"has shape {shape}; {least_entries(settings)} entries of [layers, experts] are needed at least"
+        )
     run = _controlled if settings.controlled else _plain
     rows = tuple(run(trace, settings, progress))
     tokens = settings.step_tokens
@@ -159,12 +162,18 @@ def simulate(trace: Trace, settings: SimulationSettings, progress: Progress | No
     return SimulationResult(settings.policy, int(trace.shape[1]), rows, settings.prior is None, tokens)
 
 
-def decisions(entries: int, settings: SimulationSettings) -> int:
-    """How many of them a trace of so many entries gives, less one that only fills an empty world. Raises as a run would."""
-    every = settings.every or settings.window
-    if settings.controlled:
-        every = Scene.interval(settings)
-    return len(_ends(entries, settings.window, every)) - (settings.prior is None)
+def least_entries(settings: SimulationSettings) -> int:
+    """Of a trace: a load window, and what one decision is judged by."""
+    return settings.window + _every(settings)
+
+
+def least_to_count(settings: SimulationSettings) -> int:
+    """As many more as there must be for a figure: a first decision that fills an empty world does not count."""
+    return least_entries(settings) + (_every(settings) if settings.prior is None else 0)
+
+
+def _every(settings: SimulationSettings) -> int:
+    return Scene.interval(settings) if settings.controlled else settings.every or settings.window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +194,7 @@ def _ends(entries: int, window: int, every: int) -> range:
 
 
 def _plain(trace: Trace, settings: SimulationSettings, progress: Progress | None) -> Iterator[WindowResult]:
-    window, every, delay = settings.window, settings.every or settings.window, settings.delay or 0
+    window, every, delay = settings.window, _every(settings), settings.delay or 0
     hardware = None if settings.hardware is None else hardware_named(settings.hardware)
     history = max(settings.history, window)
     tape = Tape(trace, history)

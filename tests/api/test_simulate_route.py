@@ -214,6 +214,12 @@ async def test_on_a_real_desk() -> None:
             answer = await api.post(SIMULATIONS, json=ASK)
             assert answer.status_code == 202, answer.text
             value = await ended(api, answer.headers["location"])
+            asked = {**ASK, "gate": True, "window": 1, "settings": {"confirm": False, "min_window_tokens": 10}}
+            again = await api.post(SIMULATIONS, json=asked)
+            assert again.status_code == 202, again.text
+            decided = await ended(api, again.headers["location"])
+        assert (decided["prior"], decided["state"]) == ("live", "DONE")
+        assert [r["verdicts"] for r in decided["results"]] == [{"static": 4}, {"level": 3, "started": 1}]
         status = await seated.desk.status()
         assert (value["ranks"], value["hardware"]) == (status["world"]["ranks"], "demo")
         assert (value["windows"], value["slots_per_rank"]) == (len(recorded), 3)
