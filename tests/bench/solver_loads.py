@@ -142,6 +142,8 @@ def unrest(loads: Loads, window: int) -> tuple[float, float, float, float]:
     live = (total[1:, :, 0] > 0) & (total[:-1, :, 0] > 0)
     apart = 0.5 * np.abs(np.diff(shares, axis=0)).sum(axis=2)[live]
     hot = (shares.max(axis=2) * loads.shape[2])[total[:, :, 0] > 0]
+    if not hot.size:
+        return 0.0, 0.0, 0.0, 0.0
     return float(apart.mean()) if apart.size else 0.0, float(hot.mean()), float(hot.min()), float(hot.max())
 
 
