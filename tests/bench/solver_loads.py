@@ -166,15 +166,16 @@ def recorded() -> list[tuple[str, Shape, Loads, int]]:
         counts = counts / counts.sum(axis=(1, 2), keepdims=True) * 1e6
         counts = counts[: len(counts) // 7 * 7].reshape(-1, 7, *counts.shape[1:]).sum(axis=1)
         found.append(("gpt-oss-20b subjects, 8 ranks", Shape("oss", 24, 32, 40, 8, 1), counts, 5))
+        found.append(("gpt-oss-20b subjects, 16 ranks", Shape("oss16", 24, 32, 48, 16, 2), counts, 5))
     esft = shared / "deepseek_esft_16b_token_scores.npz"
     if esft.exists():
         with np.load(esft, allow_pickle=False) as data:
             domains = np.stack(
                 [data[name].astype(np.float64) for name in sorted(data.files) if data[name].shape == (26, 64)]
             )
-        found.append(
-            ("DeepSeek-MoE 16B domains, 8 ranks", Shape("esft", 26, 64, 80, 8, 1), _domain_mix(domains), PARTS)
-        )
+        mixed = _domain_mix(domains)
+        found.append(("DeepSeek-MoE 16B domains, 8 ranks", Shape("esft", 26, 64, 80, 8, 1), mixed, PARTS))
+        found.append(("DeepSeek-MoE 16B domains, 16 ranks", Shape("esft16", 26, 64, 80, 16, 2), mixed, PARTS))
     return found
 
 
