@@ -65,12 +65,14 @@ def solve_near(problem: Problem, balanced: Callable[[Problem], Answer]) -> Answe
     first = _Round(problem, bare, alone.placement, deadline)
     placement = first.run(range(problem.layers))
     changed = first.changed()
-    # Each next round asks what a solve from this answer would do, and does it.
-    for _ in range(ROUNDS - 1 if problem.max_moves is None else 0):
+    # Each next round asks what a solve from this answer would do, and does it. Under a cap on moves there is but one: the
+    # next solve has moves of its own. From nothing, moves are free.
+    bare = replace(bare, max_moves=None)
+    for _ in range(ROUNDS - 1 if problem.max_moves is None or problem.prior is None else 0):
         if not changed or _over(deadline):
             break
         near = replace(bare, budget_ms=_part(deadline)).with_prior(placement)
-        again = _Round(replace(problem, prior=near.prior), near, balanced(near).placement, deadline)
+        again = _Round(replace(problem, prior=near.prior, max_moves=None), near, balanced(near).placement, deadline)
         placement = again.run(changed)
         changed = again.changed()
         for layer in changed:
