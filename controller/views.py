@@ -21,7 +21,9 @@ Json = dict[str, Any]
 # Windows that the figures of `status` and `load` are taken over.
 SHOWN_WINDOWS = 16
 # More than a group's settings let it keep.
-MAX_WINDOWS = 1 << 20
+EVERY_WINDOW = 1 << 20
+# Numbers of load in one recording: more would hold the controller up. Who wants the rest asks again.
+RECORDED_AT_ONCE = 1 << 22
 
 
 def status(group: Group, term: LeaderEpoch | None, trouble: str | None) -> Json:
@@ -161,16 +163,18 @@ def windows(group: Group, since_step: int) -> list[Json]:
 
 
 def recording(group: Group, since_step: int, world: str | None) -> dict[str, NDArray[Any]] | None:
-    """Every complete window that is kept and ends after `since_step`, oldest first, as arrays with one row a window.
+    """The oldest complete windows that are kept and end after `since_step`, as arrays with one row a window.
 
-    `world`: the one that `since_step` counts in; in another world all windows are new. None where there is none.
+    As many as fit one answer. `world`: the one that `since_step` counts in; in another world all windows are new. None
+    where there is none.
     """
-    seen = group.book.newest(MAX_WINDOWS)
+    seen = group.book.newest(EVERY_WINDOW)
     mine = group.book.world
     if mine is not None and world in (None, mine.world):
         seen = tuple(s for s in seen if s.window.last_step > since_step)
     if not seen:
         return None
+    seen = seen[: max(1, RECORDED_AT_ONCE // seen[0].window.prefill.size)]
     load = np.stack([s.window.total for s in seen])
     # Tokens are counted, so their sums are whole numbers.
     whole = np.int32 if load.max() <= np.iinfo(np.int32).max else np.int64

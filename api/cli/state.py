@@ -90,9 +90,11 @@ def _record(session: Session, path: Path, seconds: float | None, every: float) -
                 try:
                     world, last = recording.last
                     raw = session.fetch("recording", since_step=last, world=world)
-                    came = recording.add(raw, time.time()) if raw else 0
-                    if came and sys.stderr.isatty():
-                        typer.echo(f"{recording.windows} windows, {recording.tokens} tokens", err=True)
+                    if raw and recording.add(raw, time.time()):
+                        if sys.stderr.isatty():
+                            typer.echo(f"{recording.windows} windows, {recording.tokens} tokens", err=True)
+                        # One answer has not room for all: ask on until there is none.
+                        continue
                 except ApiProblem as problem:
                     if problem.code not in ("not_leader", "unavailable") or not recording.windows:
                         raise

@@ -49,7 +49,7 @@ async def read_windows(
 
 @router.get(
     "/{group}/recording",
-    summary="All complete load windows that are kept, as .npz: load [W, L, E], first_step, last_step, ...; 204: none newer",
+    summary="The complete load windows that are kept, oldest first, as .npz: load [W, L, E], last_step, ...; 204: none newer",
     response_class=Response,
 )
 async def read_recording(

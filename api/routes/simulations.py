@@ -167,10 +167,7 @@ async def simulate(request: Request, group: Group, change: SimulationRequest, ch
     async def work() -> Response:
         from api.simulating import check, request_of
 
-        found = await desk.recording()
-        if found is None:
-            raise Conflict("no load window is recorded yet: there is nothing to simulate on")
-        load, steps = found["load"], (int(found["first_step"][0]), int(found["last_step"][-1]))
+        load, steps = await _recorded(desk)
         settings = await _settings(desk, change, (steps[1] - steps[0]) // len(load))
         check(load, change.policies, settings)
         about = {
@@ -215,6 +212,22 @@ async def read_simulation(request: Request, group: Group, simulation_id: Simulat
 def simulations_of(request: Request) -> Simulations:
     simulations: Simulations = request.app.state.simulations
     return simulations
+
+
+async def _recorded(desk: DeskPort) -> tuple[Any, tuple[int, int]]:
+    """`[W, L, E]` of all windows that are kept of the world that serves now, and their first and last step."""
+    import numpy as np
+
+    parts: list[Mapping[str, Any]] = []
+    world, since = None, -1
+    while (found := await desk.recording(since, world)) is not None:
+        if str(found["world"][-1]) != world:
+            parts = []
+        parts.append(found)
+        world, since = str(found["world"][-1]), int(found["last_step"][-1])
+    if not parts:
+        raise Conflict("no load window is recorded yet: there is nothing to simulate on")
+    return np.concatenate([part["load"] for part in parts]), (int(parts[0]["first_step"][0]), since)
 
 
 def _prior_of(asked: SimulationRequest) -> str:

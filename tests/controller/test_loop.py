@@ -510,6 +510,22 @@ async def test_settings_that_name_what_is_not_there_are_an_anomaly(rig: Rig) -> 
     ]
 
 
+async def test_a_recording_has_all_windows_that_are_kept_piece_by_piece(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await loaded(rig)
+    await rig.nodes.report(leader.desk, tilted(2), 20)
+    monkeypatch.setattr("controller.views.RECORDED_AT_ONCE", 10 * LAYERS * EXPERTS)
+    loads, since, world, rounds = [], -1, None, 0
+    while (found := await leader.desk.recording(since, world)) is not None:
+        loads.extend(found["load"].tolist())
+        since, world, rounds = int(found["last_step"][-1]), str(found["world"][-1]), rounds + 1
+    assert rounds == 3
+    assert loads == [seen.window.total.tolist() for seen in leader.group.book.newest(64)]
+    assert len(loads) == 24
+    assert len(await leader.desk.windows()) == 16
+
+
 async def test_bad_reports_are_refused_by_themselves(rig: Rig) -> None:
     leader = await rig.adopted()
     good = rig.nodes.body("n0", tilted(), 2)
