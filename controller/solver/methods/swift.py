@@ -23,9 +23,12 @@ import numpy as np
 from controller.solver.answer import Answer
 from controller.solver.methods.heat import slot_heat, start_table
 from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem
-from controller.solver.repair import keep_places, repair
+from controller.solver.repair import repair
 
 THRESHOLD, GAIN, KEEP, EXCHANGES, TRANSFERS = 1.01, 0.01, 0.95, 100, 1
+BUCKETS = 32
+"""New experts of a rank take its free places by number modulo this, as the original's hash sets list them. It matters: of
+two copies the one in the later place counts as redundant in the next solve."""
 
 
 class SwiftPolicy:
@@ -47,12 +50,11 @@ class SwiftPolicy:
                 work = _Layer.of(start[layer], usable, load[layer])
                 end = work.exchange(mean)
                 if end < now:
-                    table[layer] = work.table
+                    table[layer] = _settled(start[layer], work.table, usable)
             before, after = before + now, after + end
         kept = after >= KEEP * before
         shape = (problem.layers, problem.slots)
-        placement = start.reshape(shape) if kept else keep_places(problem, table.reshape(shape))
-        placement = repair(problem, placement, load)
+        placement = repair(problem, (start if kept else table).reshape(shape), load)
         note = f"summed maximum {before:.4g} -> {after:.4g}" + (", no 5 % less: nothing moves" if kept else "")
         return Answer.of(problem, placement, policy=self.name, strategy="incremental", decisions=[note])
 
@@ -193,3 +195,15 @@ def _more_copies(load: Floats, room: int, ranks: int) -> tuple[list[int], Floats
         more[best] += 1
     expert_of = np.repeat(np.arange(len(load)), more)
     return expert_of[np.argsort(-weight[expert_of], kind="stable")].tolist(), weight
+
+
+def _settled(before: Ints, after: Ints, usable: Ints) -> Ints:
+    """[R, K] the experts of `after`: those that are in `before` where they are there, new ones in the places between."""
+    out = np.full_like(before, EMPTY)
+    for rank, count in enumerate(usable.tolist()):
+        stay = np.isin(before[rank], after[rank]) & (before[rank] != EMPTY)
+        out[rank][stay] = before[rank][stay]
+        fresh = np.setdiff1d(after[rank], np.append(before[rank], EMPTY))
+        gaps = np.flatnonzero(out[rank, :count] == EMPTY)
+        out[rank, gaps[: len(fresh)]] = fresh[np.argsort(fresh % BUCKETS, kind="stable")]
+    return out
