@@ -219,8 +219,7 @@ def _settings(asked: str | None, known: dict[str, Any]) -> dict[str, Any]:
     raw = known["group"] if asked == _GROUP else read_json(Path(asked))
     if not isinstance(raw, dict):
         raise BadInput(f"--settings {asked}: must be a JSON object of settings")
-    GroupSettings.from_mapping(raw, asked)
-    return raw
+    return GroupSettings.from_mapping(raw, asked).shown()
 
 
 def _window(group: dict[str, Any] | None) -> int:

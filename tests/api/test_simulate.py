@@ -161,6 +161,10 @@ def test_as_a_controller_with_settings_of_a_file(
     assert all(row["sentence"].startswith(f"a migration begins, {row['moves']} moves in") for row in begun)
     one = answered(capsys, str(trace), *SHAPE, "--settings", str(path), "--set", "max_moves_per_wave=1", "--every", "1")
     assert one["results"][1]["waves"] > eplb["waves"]
+    path_of_none = tmp_path / "defaults.json"
+    path_of_none.write_text("{}")
+    short = (str(trace), *SHAPE, "--settings", str(path_of_none))
+    assert "window: is 16; the trace has 6 entries" in refused(capsys, *short)
     held = answered(capsys, str(trace), *SHAPE, "--settings", str(path), "--set", "moves_per_hour=0", "--every", "1")
     assert held["results"][1]["moves"] == 0
     assert set(held["results"][1]["refused"]) <= {"moves_per_hour", "gain"}
@@ -286,6 +290,21 @@ def test_recorded_windows_that_can_not_be_used(
     error = refused(capsys, str(path))
     assert says in error
     assert "windows.json" in error
+
+
+def test_too_little_memory_is_one_sentence(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("api.simulating.compare", full)
+        assert "there is not enough memory for a replay" in refused(capsys, str(trace), *SHAPE)
+    monkeypatch.setattr("json.loads", full)
+    windows = trace.with_suffix(".json")
+    windows.write_text("[]")
+    assert "does not fit into memory" in refused(capsys, str(windows), *SHAPE)
 
 
 def test_goals_that_can_not_be_met(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
