@@ -30,7 +30,7 @@ from controller.simulate import SimulationSettings, simulate  # noqa: E402
 from controller.solver import Problem, policies, solve  # noqa: E402
 from controller.solver.measure import balance, rank_loads  # noqa: E402
 from tests.bench.solver_loads import FAMILIES, PARTS, SHAPES, Loads, Shape, recorded, unrest  # noqa: E402
-from tests.bench.solver_originals import Reached, means_table, scenario_table  # noqa: E402
+from tests.bench.solver_originals import PUBLISHED, SWIFT_IN_ORDER, Reached, means_table, scenario_table  # noqa: E402
 
 ORDER = ("static", "eplb", "omni", "omni-swap", "swift", "flash", "eplane")
 PARTS_OF_ALL = ("compare", "traces", "originals", "loads", "kernels", "time", "scale", "gap")
@@ -54,10 +54,10 @@ class Report:
         self.say("", f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head))
 
 
-def run(trace: Loads, shape: Shape, policy: str, window: int) -> Reached:
-    """One policy over one trace."""
+def run(trace: Loads, shape: Shape, policy: str, window: int, prior: list[list[int]] | None = None) -> Reached:
+    """One policy over one trace, from nothing or from `prior [L][P]`."""
     settings = SimulationSettings(
-        shape.ranks, shape.per_rank, window=window, policy=policy, fields={"nodes": shape.nodes}
+        shape.ranks, shape.per_rank, window=window, policy=policy, fields={"nodes": shape.nodes}, prior=prior
     )
     windows = simulate(trace, settings).windows
     moves = [w.moves / shape.layers for w in windows[1:]]
@@ -82,7 +82,12 @@ class Task:
             if self.quick:
                 trace, shape = trace[: 6 * window, :4], replace(shape, layers=4)
             traces = [trace]
-        return {p: Reached(*np.mean([run(t, shape, p, window) for t in traces], axis=0).tolist()) for p in ORDER}
+        found = {p: Reached(*np.mean([run(t, shape, p, window) for t in traces], axis=0).tolist()) for p in ORDER}
+        if self.family in PUBLISHED:
+            in_order = [[slot % shape.experts for slot in range(shape.slots)]] * shape.layers
+            runs = [run(t, shape, "swift", window, in_order) for t in traces]
+            found[SWIFT_IN_ORDER] = Reached(*np.mean(runs, axis=0).tolist())
+        return found
 
 
 def each(tasks: list[Task], jobs: int) -> Iterator[dict[str, Reached]]:

@@ -10,7 +10,7 @@ import pytest
 from tests.bench import solver as bench
 from tests.bench.solver_kernels import compare_kernels
 from tests.bench.solver_loads import FAMILIES, PARTS, SHAPES, unrest
-from tests.bench.solver_originals import SCENARIOS, Reached, means_table, scenario_table
+from tests.bench.solver_originals import SCENARIOS, SWIFT_IN_ORDER, Reached, means_table, scenario_table
 
 SMALL = replace(SHAPES[-1], layers=3)
 
@@ -49,7 +49,7 @@ def test_one_row_has_every_policy_and_each_process_the_same(monkeypatch: pytest.
     task = bench.Task(SMALL, "zipf", seeds=2)
     row = task()
     assert row == next(bench.each([task], 1))
-    assert list(row) == ["static", "eplb"]
+    assert list(row) == ["static", "eplb", SWIFT_IN_ORDER]
     assert row["static"].moves == 0
     assert row["static"].next < row["eplb"].next <= 1
     lone = bench.run(FAMILIES["zipf"](SMALL, 0), SMALL, "eplb", PARTS)
@@ -66,7 +66,7 @@ def test_a_row_is_met_only_by_better_balance_within_the_moves() -> None:
 
 
 def test_tables_beside_the_originals() -> None:
-    row = {p: Reached(0.9, 0.8, 28.8) for p in bench.ORDER}
+    row = {p: Reached(0.9, 0.8, 28.8) for p in (*bench.ORDER, SWIFT_IN_ORDER)}
     (line,) = scenario_table({("c1", "zipf"): row})[2:]
     assert line.startswith("| c1, zipf | 0.904 / 271 | 0.904 / 271 (TensorRT-LLM) | 0.918 / 23 | 0.800 / 28.8 |")
     assert len(means_table({("c1", "zipf"): row}, {"c1": 288})) == 2, "means only of all scenarios"
