@@ -16,6 +16,7 @@ import numpy as np
 
 from controller.solver.measure import slot_loads
 from controller.solver.problem import Floats, Ints
+from controller.solver.touched import experts_of_token, nodes_of_layers
 from eplane.errors import ProblemError
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Hardware:
     ops_s: operations a second on expert weights; read_s: bytes a second from device memory; near_s, far_s: bytes a
     second one way to ranks of the same and of other nodes; alpha_s: fixed seconds of a dispatch or a combine;
     bytes_a_parameter: 1 for 8-bit, 2 for 16-bit weights; tokens_a_rank: routed tokens a rank, step and layer where the
-    problem does not say.
+    problem does not say; once_a_node: a token crosses to each node once, whatever experts it has there, and is handed on
+    inside; else each of its copies travels by itself.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Hardware:
     bytes_a_parameter: float
     tokens_a_rank: float
     note: str = ""
+    once_a_node: bool = False
 
     def expert_s(self, tokens: Floats, bundle_bytes: int) -> Floats:
         """Seconds of one expert's matmuls for `tokens`; 0 where no token comes."""
@@ -79,6 +82,11 @@ _PRESETS = (
         "h800", 1979e12, 3.35e12, 160e9, 50e9, 40e-6, 1, 1024.0,
         "8-bit dense peak; NVLink 160 GB/s as DeepEP reaches it, 400 Gb/s NIC a GPU; alpha as fitted to DeepEP's table",
     ),
+    Hardware(
+        "h800-prefill", 1979e12, 3.35e12, 160e9, 50e9, 40e-6, 1, 32768.0,
+        "as h800, 4,096 tokens x top-8 a rank, sent once to each node and handed on over NVLink, as DeepEP's normal kernels do",
+        once_a_node=True,
+    ),
     Hardware("h200", 1979e12, 4.8e12, 360e9, 50e9, 40e-6, 1, 1024.0, "8-bit dense peak; NVLink 450 GB/s nominal, 80 % of it"),
     Hardware("cpu", 50e9, 10e9, 2e9, 1e9, 1e-3, 4, 64.0, "one core of a small server over loopback, 32-bit weights"),
     Hardware(
@@ -111,9 +119,35 @@ def layer_s(problem: Problem, load: Floats, placement: Ints, shares: Floats, har
     arriving = tokens.reshape(shape).sum(axis=2)
     peers = np.bincount(problem.node_of_rank, minlength=problem.nodes)[problem.node_of_rank]
     near, far = (peers - 1) / problem.ranks, 1 - peers / problem.ranks
-    seconds_a_byte = near / hardware.near_s + far / hardware.far_s
+    crossing = far * crossing_part(problem, placement, shares, hardware)[:, None]
+    seconds_a_byte = (near + far - crossing) / hardware.near_s + crossing / hardware.far_s
     wire = 2 * hardware.alpha_s + arriving * seconds_a_byte * (TOKEN_BYTES_OUT + TOKEN_BYTES_BACK)
     return np.where(load.sum(axis=1) > 0, (matmul + wire).max(axis=1), 0.0)
+
+
+def crossing_part(problem: Problem, placement: Ints, shares: Floats, hardware: Hardware) -> Floats:
+    """[L] part of the copies for other nodes that cross by themselves: nodes touched over experts of a token where a token
+    crosses once to each node (the rest is handed on inside), as far as sampled routings tell; else all."""
+    part = np.ones(problem.layers)
+    if hardware.once_a_node and problem.nodes > 1:
+        nodes = nodes_of_layers(problem, placement, shares)
+        for layer in np.flatnonzero(~np.isnan(nodes)).tolist():
+            part[layer] = nodes[layer] / experts_of_token(problem, layer)
+    return part
+
+
+def node_price(problem: Problem, hardware: Hardware) -> float:
+    """Price of one node more that each token touches, in units of a layer's max / mean, as `crossing_part` has it.
+
+    Link seconds of a rank's tokens for that node, over the matmul seconds of a perfectly balanced layer.
+    """
+    layers = [layer for layer, ids in enumerate(problem.routing_sample or ()) if len(ids)]
+    if not hardware.once_a_node or not layers:
+        return 0.0
+    peers = np.bincount(problem.node_of_rank, minlength=problem.nodes)[problem.node_of_rank]
+    tokens = _tokens_a_rank(problem, hardware) / float(np.mean([experts_of_token(problem, layer) for layer in layers]))
+    crossing = tokens * float((1 - peers / problem.ranks).mean()) * (TOKEN_BYTES_OUT + TOKEN_BYTES_BACK)
+    return crossing * max(1 / hardware.far_s - 1 / hardware.near_s, 0.0) / _balanced_s(problem, hardware)
 
 
 def step_us(problem: Problem, load: Floats, placement: Ints, shares: Floats) -> float:
@@ -127,12 +161,21 @@ def move_price(problem: Problem, hardware: Hardware) -> float:
 
     The denominator is the perfectly balanced matmul time of one layer times the steps until the next decision.
     """
-    tokens = problem.step_tokens or hardware.tokens_a_rank * float((~problem.drained).sum())
-    a_rank = tokens / float((~problem.drained).sum())
-    experts = problem.experts / problem.ranks
-    layer = max(a_rank * hardware.token_s(problem.bundle_bytes), experts * problem.bundle_bytes / hardware.read_s)
     across = problem.nodes > 1
+    layer = _balanced_s(problem, hardware)
     return hardware.move_s(problem.bundle_bytes, across) / (layer * problem.horizon_steps)
+
+
+def _tokens_a_rank(problem: Problem, hardware: Hardware) -> float:
+    """Routed tokens of a rank, step and layer."""
+    tokens = problem.step_tokens or hardware.tokens_a_rank * float((~problem.drained).sum())
+    return tokens / float((~problem.drained).sum())
+
+
+def _balanced_s(problem: Problem, hardware: Hardware) -> float:
+    """Matmul seconds of a perfectly balanced layer."""
+    compute = _tokens_a_rank(problem, hardware) * hardware.token_s(problem.bundle_bytes)
+    return max(compute, problem.experts / problem.ranks * problem.bundle_bytes / hardware.read_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,8 @@ def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = No
         problem["max_moves"] = s.max_moves_per_layer
     if facts.step_tokens is not None:
         problem["step_tokens"] = facts.step_tokens
-    sample = facts.sample
-    if sample is not None:
-        problem["routing_sample"] = sample.tuples.transpose(1, 0, 2).astype(np.int32)
+    if facts.routings is not None:
+        problem["routing_sample"] = facts.routings
     return {**problem, **(options or {})}
 
 
@@ -216,7 +215,7 @@ class Decider:
         settings, world = facts.settings, facts.world
         waves = plan_waves(facts.placement, target, world, Room(settings.spare_min, settings.max_moves_per_wave))
         before, after = await self.split(facts, facts.placement), await self.split(facts, target)
-        worth = estimate(world, facts.load, before, after, waves, settings, facts.step_tokens)
+        worth = estimate(world, facts.load, before, after, waves, settings, facts.step_tokens, facts.routings)
         case = Case(world, facts.placement, target, waves, settings, worth, facts.spent)
         forced = must_move(case)
         verdict = judge(replace(case, forced=forced), ALL)
@@ -252,8 +251,9 @@ class Decider:
         if not later.enough():
             return None, None
         seen = estimate(
-            facts.world, later.load, found.before, found.after, found.waves, facts.settings, later.step_tokens
-        )
+            facts.world, later.load, found.before, found.after, found.waves, facts.settings, later.step_tokens,
+            later.routings,
+        )  # fmt: skip
         return confirmed(found.estimate, seen, facts.settings), seen
 
 

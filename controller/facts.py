@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controller.detect import steady_tail
 from controller.limits import Spent
@@ -79,6 +80,12 @@ class Facts:
         if not self.world.capabilities.routing_sample:
             return None
         return merge([s.sample for s in self.window if s.sample is not None], MOST_TUPLES, (self.last_step,))
+
+    @property
+    def routings(self) -> NDArray[np.int32] | None:
+        """[L, n, K] the sample as the solver takes it."""
+        sample = self.sample
+        return None if sample is None else sample.tuples.transpose(1, 0, 2).astype(np.int32)
 
     def enough(self) -> bool:
         """Whether the busiest layer had the tokens that a judgement needs."""

@@ -12,6 +12,7 @@ from controller.observe import balancedness, mean_balancedness
 from controller.planner import transfer_seconds
 from controller.settings import GroupSettings
 from controller.solver import Problem
+from controller.solver.problem import Ints
 from eplane.load import FloatLoad
 from eplane.placement import FloatTable, Placement
 from eplane.plan import Prediction, WavePlan
@@ -60,15 +61,17 @@ def estimate(
     waves: Sequence[WavePlan],
     settings: GroupSettings,
     step_tokens: float | None = None,
+    routings: Ints | None = None,
 ) -> Estimate:
-    """Judge the change on `load [L, E]`; `step_tokens`: routed tokens of a step and layer, None: the preset's.
+    """Judge the change on `load [L, E]`; `step_tokens`: routed tokens of a step and layer, None: the preset's; `routings
+    [L, n, K]` sampled from it: what nodes touched cost, on hardware that sends a token once to each.
 
     The gain is the saved part of the predicted step time over the horizon: with the preset `demo` each rank counts as a
     device of its own, so the part is that of the tokens of the fullest ranks. The cost is the time that bundles travel,
     times the part of serving that travelling disturbs.
     """
     hardware = hardware_named(settings.hardware)
-    slow, fast = (predicted_s(world, load, split, hardware, step_tokens) for split in (before, after))
+    slow, fast = (predicted_s(world, load, split, hardware, step_tokens, routings) for split in (before, after))
     part = (slow - fast) / slow if slow > 0 else 0.0
     gain_s = part * settings.horizon_s
     cost_s = travel_s(world, waves, hardware, settings.bytes_per_s) * settings.interference
@@ -105,7 +108,12 @@ def level(load: FloatLoad, split: Split) -> float:
 
 
 def predicted_s(
-    world: World, load: FloatLoad, split: Split, hardware: Hardware, step_tokens: float | None = None
+    world: World,
+    load: FloatLoad,
+    split: Split,
+    hardware: Hardware,
+    step_tokens: float | None = None,
+    routings: Ints | None = None,
 ) -> float:
     """Predicted seconds of all MoE layers of one step."""
     number = {node: i for i, node in enumerate(world.nodes)}
@@ -116,6 +124,7 @@ def predicted_s(
         node_of_rank=[number[node] for node in world.node_of_rank],
         bundle_bytes=world.shape.bundle_bytes,
         step_tokens=step_tokens,
+        routing_sample=routings if hardware.once_a_node else None,
     )
     return float(layer_s(problem, load, split.placement.p2l, split.shares, hardware).sum())
 

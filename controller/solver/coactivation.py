@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from controller.costs import hardware_named, node_price
 from controller.solver.answer import Answer
 from controller.solver.compiled import nodes as kernel
 from controller.solver.measure import count_moves
@@ -34,8 +35,8 @@ from controller.solver.search import FREE
 from controller.solver.touched import fitted, judged, touched
 
 NODE_WEIGHT = 0.3
-"""Default price of a node more a token, in max / mean of one layer: what the links of an H800
-node cost an engine that sends a token once to each node, at 1,024 routed tokens a rank."""
+"""Default price of a node more a token, in max / mean of one layer: what an H800 node's links ask at 1,024 routed tokens a
+rank of an engine that sends a token once to each node."""
 LEAST_TUPLES = 64
 """A layer with fewer sampled tuples says too little of which experts fire together."""
 SURE, JUDGED_SURE = 1.0, 3.0
@@ -87,8 +88,9 @@ def solve_near(problem: Problem, balanced: Callable[[Problem], Answer]) -> Answe
 
 def refusal(problem: Problem) -> str | None:
     """Why no layer of this problem looks at nodes touched, or None."""
-    if problem.cross_node_weight == 0:
-        return f"{NODES} do not count: cross_node_weight is 0"
+    if weight_of_node(problem) == 0:
+        why = "cross_node_weight is 0" if problem.cross_node_weight == 0 else f"to {problem.hardware} they cost nothing"
+        return f"{NODES} do not count: {why}"
     if problem.strategy is Strategy.HIERARCHICAL:
         return f"{NODES} stay as they are: expert groups are bound to their nodes"
     if max(map(len, problem.routing_sample or ()), default=0) < LEAST_TUPLES:
@@ -97,8 +99,12 @@ def refusal(problem: Problem) -> str | None:
 
 
 def weight_of_node(problem: Problem) -> float:
-    """Price of a node more a token in units of F, which sees a part of what the slowest rank gains, as for moves."""
-    return PART_SEEN * (NODE_WEIGHT if problem.cross_node_weight is None else problem.cross_node_weight)
+    """Price of a node more a token in units of F, which sees a part of what the slowest rank gains, as for moves: given, or
+    from the hardware, or the default."""
+    weight = NODE_WEIGHT if problem.cross_node_weight is None else problem.cross_node_weight
+    if problem.cross_node_weight is None and problem.hardware is not None:
+        weight = node_price(problem, hardware_named(problem.hardware))
+    return PART_SEEN * weight
 
 
 def _part(deadline: float | None) -> float | None:

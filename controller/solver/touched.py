@@ -36,6 +36,12 @@ def touched(problem: Problem, ids: Ints, row: Ints, shares: Floats) -> Floats:
     return np.asarray((1.0 - np.prod(1.0 - part[ids], axis=1)).sum(axis=1))
 
 
+def experts_of_token(problem: Problem, layer: int) -> float:
+    """Mean experts of a sampled token; the layer must have some."""
+    sample = () if problem.routing_sample is None else problem.routing_sample[layer]
+    return float((np.asarray(sample) != EMPTY).sum(axis=1).mean())
+
+
 def nodes_of_layers(problem: Problem, placement: Ints, shares: Floats) -> Floats:
     """[L] mean nodes a token touches on the judged half; NaN for a layer without such tuples, or without a sample."""
     out = np.full(problem.layers, np.nan)

@@ -11,6 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from controller.costs import crossing_part, hardware_named, layer_s, node_price
+from controller.gate import Split, estimate
+from controller.planner import plan_waves
+from controller.settings import GroupSettings
 from controller.solver import Answer, Problem, solve
 from controller.solver.coactivation import LEAST_TUPLES, SURE, solve_near
 from controller.solver.compiled import nodes as kernel
@@ -20,6 +24,8 @@ from controller.solver.methods.eplane import EPlanePolicy, prepare
 from controller.solver.touched import counts_nodes, fitted, nodes_per_token, touched
 from controller.solving import answer_of, decode, encode, read_answer
 from eplane.errors import Infeasible, ProblemError
+from eplane.placement import Placement
+from eplane.topology import ModelShape, World
 from tests.solver.test_properties import problems
 
 EXPERTS, RANKS, PLACES, NODES, TOP = 48, 4, 12, 4, 5
@@ -104,6 +110,7 @@ def test_without_sample_or_nodes_nothing_changes() -> None:
     ("fields", "sentence"),
     [
         ({"cross_node_weight": 0.0}, "cross_node_weight is 0"),
+        ({"hardware": "cloudmatrix384"}, "to cloudmatrix384 they cost nothing"),
         ({"routing_sample": [tokens(2, LEAST_TUPLES - 1)]}, "no layer has 64 sampled tuples"),
         ({"strategy": "hierarchical", "groups": 4}, "bound to their nodes"),
     ],
@@ -319,3 +326,54 @@ def test_the_solvers_process_carries_samples_and_nodes() -> None:
     answer = read_answer(decode(frame[8 : 8 + head], frame[8 + head :]))
     assert answer.nodes_per_token == solve(Problem.from_dict(asked)).nodes_per_token
     assert solve_near(Problem.from_dict(asked), EPlanePolicy().balanced).nodes_per_token == answer.nodes_per_token
+
+
+def test_hardware_that_sends_a_token_once_to_each_node_is_faster_with_fewer_nodes() -> None:
+    asked = problem(tokens(2, 1024), hardware="h800-prefill")
+    alone, near = solve(replace(asked, routing_sample=None)), solve(asked)
+    times = {}
+    for name in ("h800", "h800-prefill"):
+        hardware = hardware_named(name)
+        for answer in (alone, near):
+            layer = layer_s(asked, asked.observed(), answer.placement, answer.shares, hardware)
+            times[name, answer is near] = float(layer[0])
+    assert times["h800-prefill", True] < 0.95 * times["h800-prefill", False]
+    assert times["h800", True] >= times["h800", False], "where each copy travels by itself only balance counts"
+    assert node_price(asked, hardware_named("h800")) == 0
+    assert node_price(asked, hardware_named("h800-prefill")) > 0.1
+    assert node_price(replace(asked, routing_sample=None), hardware_named("h800-prefill")) == 0
+
+
+def test_tokens_on_as_many_nodes_as_experts_cost_what_single_copies_do() -> None:
+    """One expert a node: nothing is handed on inside, so once a node is once a copy; without a sample nothing is known."""
+    ids = np.tile(np.arange(4), (100, 1))
+    asked = Problem.of(np.ones((1, 4)), 4, 1, nodes=4, routing_sample=[ids], hardware="h800-prefill")
+    answer, hardware = solve(asked), hardware_named("h800-prefill")
+    load, place, shares = asked.observed(), answer.placement, answer.shares
+    plain = layer_s(replace(asked, routing_sample=None), load, place, shares, hardware)
+    assert layer_s(asked, load, place, shares, hardware) == pytest.approx(plain)
+    assert crossing_part(asked, place, shares, hardware) == pytest.approx([1.0])
+    pairs = Problem.of(np.ones((1, 4)), 2, 2, nodes=2, routing_sample=[ids])
+    assert crossing_part(pairs, np.array([[0, 1, 2, 3]]), np.ones((1, 4)), hardware) == pytest.approx([0.5])
+
+
+def test_the_gate_counts_nodes_where_they_cost_time() -> None:
+    """A change that balance alone would refuse pays by the nodes it saves, on the hardware where it does."""
+    asked = problem(tokens(2, 1024), cross_node_weight=0.3)
+    prior = solve(replace(asked, routing_sample=None))
+    near = solve(asked.with_prior(prior.placement))
+    world = World(
+        "g", "a" * 16, tuple(f"n{n}" for n in asked.node_of_rank), ModelShape("m", 1, EXPERTS, TOP, 10**6), 12, 14
+    )
+    before = Split(Placement(prior.placement, RANKS, EXPERTS), prior.shares)
+    after = Split(Placement(near.placement, RANKS, EXPERTS), near.shares)
+    waves = plan_waves(before.placement, after.placement, world)
+    found = {
+        name: estimate(
+            world, asked.observed(), before, after, waves, GroupSettings(hardware=name), None, tokens(7, 512)[None]
+        )
+        for name in ("h800", "h800-prefill")
+    }
+    assert found["h800-prefill"].act
+    assert found["h800-prefill"].part > 0.05
+    assert not found["h800"].act

@@ -42,7 +42,7 @@ def test_crossovers_are_those_of_the_hardware() -> None:
     assert hardware_named("cloudmatrix384").move_s(expert) == pytest.approx(0.22e-3, rel=0.03)
     with pytest.raises(ProblemError, match="hardware"):
         hardware_named("abacus")
-    assert {"cloudmatrix384", "atlas800i-a2", "h800", "h200", "cpu", "demo"} == PRESETS.keys()
+    assert {"cloudmatrix384", "atlas800i-a2", "h800", "h800-prefill", "h200", "cpu", "demo"} == PRESETS.keys()
 
 
 def gain(hardware: str, tokens_an_expert: float) -> float:
