@@ -2,9 +2,9 @@
 
     python tests/bench/run.py [--full] [--only NAME]
 
-`--full` makes the solver's comparison run in full (all shapes and families, six layers, two seeds, two processes) instead
-of its quick form. Benchmarks show figures, they do not judge
-them: the exit code tells only whether each ran to its end.
+`--full` makes the solver's benchmarks run in full (the comparison: all shapes and families, six layers, two seeds, two
+processes) instead of their quick form. Benchmarks show figures, they do not judge them: the exit code tells only whether
+each ran to its end.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ BENCHMARKS = (
         "tests.bench.solver",
         quick=("--quick",),
         full=("--layers", "6", "--seeds", "2", "--jobs", "2"),
+    ),
+    Benchmark(
+        "coactivation",
+        "Solver: nodes touched per token with sampled routings",
+        "tests.bench.coactivation",
+        quick=("--quick",),
     ),
 )
 
