@@ -71,12 +71,17 @@ class Task:
     shape: Shape
     family: str
     seeds: int = 1
+    first: int = 0
     trace: int = -1
     quick: bool = False
 
     def __call__(self) -> dict[str, Reached]:
         if self.trace < 0:
-            traces, shape, window = [FAMILIES[self.family](self.shape, s) for s in range(self.seeds)], self.shape, PARTS
+            traces, shape, window = (
+                [FAMILIES[self.family](self.shape, self.first + s) for s in range(self.seeds)],
+                self.shape,
+                PARTS,
+            )
         else:
             _, shape, trace, window = recorded()[self.trace]
             if self.quick:
@@ -124,9 +129,9 @@ def tell_rows(report: Report, names: list[str], keys: list[tuple[str, str]], tas
 def compare(report: Report, given: argparse.Namespace, shapes: list[Shape], families: list[str]) -> Rows:
     small = [replace(s, layers=min(given.layers, s.layers)) for s in shapes]
     pairs = [(s, f) for s in small for f in families]
-    title = f"Synthetic families ({given.layers} layers a shape, {given.seeds} seeds): next-window balancedness / moves a layer"
+    title = f"Synthetic families ({given.layers} layers a shape, {given.seeds} seeds from {given.first_seed}): next-window balancedness / moves a layer"
     report.table(title, HEAD)
-    tasks = [Task(s, f, given.seeds) for s, f in pairs]
+    tasks = [Task(s, f, given.seeds, given.first_seed) for s, f in pairs]
     names, keys = [f"{s.name}, {f}" for s, f in pairs], [(s.name.split()[0], f) for s, f in pairs]
     return tell_rows(report, names, keys, tasks, given.jobs)
 
@@ -249,6 +254,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two shapes, two families, two layers: a minute")
     parser.add_argument("--layers", type=int, default=6, help="of each shape, in the comparison and the gaps")
     parser.add_argument("--seeds", type=int, default=2, help="of each family")
+    parser.add_argument("--first-seed", type=int, default=0, help="others than those on which something was chosen")
     parser.add_argument("--jobs", type=int, default=1, help="processes, for the comparison and the recorded loads")
     parser.add_argument("--only", default=",".join(PARTS_OF_ALL), help="parts, comma separated (default: %(default)s)")
     parser.add_argument("--shapes", default="", help="first words of shapes, comma separated")
