@@ -15,7 +15,7 @@ from controller.costs import crossing_part, hardware_named, layer_s, node_price
 from controller.gate import Split, estimate
 from controller.planner import plan_waves
 from controller.settings import GroupSettings
-from controller.solver import Answer, Problem, solve
+from controller.solver import Answer, Problem, coactivation, solve
 from controller.solver.coactivation import LEAST_TUPLES, SURE, solve_near
 from controller.solver.compiled import nodes as kernel
 from controller.solver.compiled.state import objective
@@ -197,6 +197,96 @@ def test_every_hard_goal_holds_and_a_second_solve_moves_nothing(raw: dict[str, A
     assert nodes is None or 0 <= nodes[1] <= asked.nodes
 
 
+@st.composite
+def busy(draw: st.DrawFn) -> dict[str, Any]:
+    """Problems in which there is much to exchange, and goals that stand in the way."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    ranks, experts, layers = draw(st.integers(3, 6)), draw(st.sampled_from([12, 18])), draw(st.integers(1, 2))
+    per_rank = -(-experts // ranks) + draw(st.integers(1, 4))
+    raw: dict[str, Any] = {
+        "loads": rng.integers(50, 200, (3, layers, experts)).astype(float),
+        "ranks": ranks,
+        "slots_per_rank": per_rank,
+        "node_of_rank": (np.arange(ranks) * draw(st.integers(2, 3)) // ranks).tolist(),
+        "routing_sample": [(int(rng.integers(99)), 600, 4.0, experts, 3) for _ in range(layers)],
+        "cross_node_weight": 3.0,
+        "node_slack": draw(st.sampled_from([0.05, 0.3])),
+        "move_weight": draw(st.sampled_from([None, 0.0])),
+    }
+    if draw(st.booleans()):
+        raw["prior"] = np.stack(
+            [rng.permutation(np.arange(ranks * per_rank) % (experts + 1)) - 1 for _ in range(layers)]
+        )
+    if draw(st.booleans()):
+        raw["pinned"] = [{"expert": int(e), "rank": int(e) % ranks} for e in rng.permutation(experts)[:6]]
+    goal = draw(
+        st.sampled_from(["none", "spread", "slot_budget", "max_replicas", "max_moves", "fixed_slots", "drained"])
+    )
+    values = {"spread": 2, "slot_budget": layers * ranks // 2, "max_replicas": 2, "max_moves": 3, "fixed_slots": True}
+    if goal in values:
+        raw[goal] = values[goal]
+    elif goal == "drained" and per_rank * (ranks - 1) >= experts:
+        raw["drained"] = [int(rng.integers(ranks))]
+    return raw
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(busy())
+def test_goals_hold_where_there_is_much_to_exchange(raw: dict[str, Any]) -> None:
+    test_every_hard_goal_holds_and_a_second_solve_moves_nothing.hypothesis.inner_test(raw)  # type: ignore[attr-defined]
+
+
+def test_what_an_exchange_saves_is_what_it_saves() -> None:
+    """Single exchanges, of experts that fire together as well, against measuring before and after."""
+    asked = problem(tokens(2, 400), slots_per_rank=15)
+    search, _, _ = prepare(asked)
+    table = solve(replace(asked, routing_sample=None)).placement.reshape(RANKS, 15)
+    search.begin(0, table)
+    ids = tokens(2, 400)
+    held = kernel.tokens_of(ids, EXPERTS, NODES, asked.slots)
+    before = kernel.setup_tokens(search.state, held)
+    rng = np.random.default_rng(0)
+    together = 0
+    for _ in range(200):
+        one, other = rng.permutation(RANKS)[:2].tolist()
+        k, j = rng.integers(0, 15, 2).tolist()
+        a, b = int(table[one, k]), int(table[other, j])
+        if a in table[other] or b in table[one]:
+            continue
+        changed = table.copy()
+        changed[one, k], changed[other, j] = b, a
+        flat = changed.reshape(1, -1)
+        after = touched(asked, ids, flat[0], even_shares(flat, EXPERTS)[0])
+        mean, _ = kernel.fewer(search.state, held, a, one, b, other)
+        assert mean == pytest.approx(before - after.mean(), abs=1e-9)
+        together += int(((ids == a).any(axis=1) & (ids == b).any(axis=1)).any())
+    assert together > 10
+
+
+def test_a_gain_counts_as_far_as_it_is_sure() -> None:
+    asked = problem(tokens(2, 100, 1.0), 1.0)
+    table = solve(replace(asked, routing_sample=None)).placement.reshape(RANKS, PLACES)
+    taken = []
+    for sure in (0.0, SURE, 4.0):
+        search, _, _ = prepare(asked)
+        rules = search.begin(0, table)
+        held = kernel.tokens_of(tokens(2, 100, 1.0), EXPERTS, NODES, asked.slots)
+        kernel.setup_tokens(search.state, held)
+        goal = kernel.Goal(0.1, 2.0, sure)
+        pick = np.zeros((3, 4), dtype=np.int64)
+        taken.append(kernel.lower(search.state, rules, held, goal, 1 << 40, 1000, pick)[0])
+    assert taken[0] > taken[1] > taken[2]
+
+
+def test_a_present_placement_beyond_the_slack_may_not_stay() -> None:
+    """All experts of a topic on one rank: fewest nodes, worst balance. However dear nodes are, the slack decides."""
+    asked = problem(tokens(2, 1024), node_slack=0.02, cross_node_weight=100.0)
+    heavy = np.argsort(-asked.observed()[0]).astype(np.int32)[None]
+    answer = solve(asked.with_prior(heavy))
+    alone = solve(replace(asked, routing_sample=None).with_prior(heavy))
+    assert peak(asked, answer) <= peak(asked, alone) * 1.02 * 1.001
+
+
 def test_any_time_is_enough_and_more_is_not_worse() -> None:
     asked = problem(tokens(2, 1024), prior=solve(problem(None)).placement)
     full = solve(asked)
@@ -207,6 +297,20 @@ def test_any_time_is_enough_and_more_is_not_worse() -> None:
     assert much.nodes_per_token is not None
     assert none.nodes_per_token is not None
     assert much.nodes_per_token[1] < none.nodes_per_token[1]
+
+
+def test_time_may_end_between_any_two_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(tokens(2, 1024), prior=solve(problem(None)).placement, budget_ms=1e9)
+    monkeypatch.setattr(coactivation, "STEPS_A_CALL", 1)
+    values = []
+    for checks in (0, 4, 8, 16, 10_000):
+        left = iter([False] * checks)
+        monkeypatch.setattr(coactivation, "_over", lambda _, left=left: next(left, True))
+        answer = solve(asked)
+        assert answer.nodes_per_token is not None
+        values.append(answer.nodes_per_token[1])
+    assert values == sorted(values, reverse=True)
+    assert len(set(values)) > 3, "each check ends it a little later"
 
 
 @pytest.mark.parametrize(

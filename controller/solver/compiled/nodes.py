@@ -8,7 +8,8 @@ together add a term. The descent is on
     F + weight * nodes touched a token + price * moves,
 
 F as in `state`, never above `cap` for the expected slowest rank, and only by exchanges whose gain in nodes is told apart
-from the luck of the sample: its lower confidence bound counts.
+from the luck of the sample: its lower confidence bound counts. Experts that are bound to a node (`home`) are not looked for here: there is
+nothing to exchange then.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _holds(t, row, e):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _fewer(s, t, a, home, b, away):  # type: ignore[no-untyped-def]
+def fewer(s, t, a, home, b, away):  # type: ignore[no-untyped-def]
     """Nodes a token saves when a copy of a goes from node `home` to `away` and one of b (or none) the other way.
 
     Returns (mean over the sample, its standard error).
@@ -249,7 +250,7 @@ def _root(x):  # type: ignore[no-untyped-def]
 @compiled
 def _partner(s, q, t, g, r, k, f, slow, near, budget, pick):  # type: ignore[no-untyped-def]
     """Best exchange of place (r, k). Writes it to pick as `apply` takes it; returns its gain, in scaled units of F."""
-    table, usable, locked, on, home, node, count = s.table, s.usable, s.locked, s.on, s.home, s.node, s.count
+    table, usable, locked, on, node, count = s.table, s.usable, s.locked, s.on, s.node, s.count
     prior, pull, phi, first, rows = s.prior, t.pull, s.phi, t.first, t.ids.shape[0]
     none = count.shape[0] - 1
     size = phi.shape[0] * H
@@ -264,7 +265,7 @@ def _partner(s, q, t, g, r, k, f, slow, near, budget, pick):  # type: ignore[no-
         # Not even the partner that wants to come here most, with all its moves undone, would make it pay.
         if not near and weight * (mine + t.back[there, here]) + 2 * price <= best:
             continue
-        if o == r or on[o, a] or (home[a] >= 0 and home[a] != there):
+        if o == r or on[o, a]:
             continue
         for j in range(usable[o]):
             if locked[o, j]:
@@ -281,7 +282,7 @@ def _partner(s, q, t, g, r, k, f, slow, near, budget, pick):  # type: ignore[no-
             # Without a saving in nodes only relief of the slowest can pay: a lower F has room for that on `near` alone.
             if moves > budget or (not near and weight * saved - price * moves <= best):
                 continue
-            if b != none and (on[r, b] or (home[b] >= 0 and home[b] != here)):
+            if b != none and on[r, b]:
                 continue
             if saved > 0:
                 # Its standard error is least when all tuples of the two gain alike.
@@ -300,7 +301,7 @@ def _partner(s, q, t, g, r, k, f, slow, near, budget, pick):  # type: ignore[no-
             if (then > g.cap and then >= slow) or gain + weight * saved <= best:
                 continue
             if there != here:
-                mean, error = _fewer(s, t, a, here, b, there)
+                mean, error = fewer(s, t, a, here, b, there)
                 # A loss is as uncertain as a gain: it counts for more than its mean.
                 gain += weight * (mean - g.sure * error)
             if gain <= best:
