@@ -275,7 +275,8 @@ def test_a_gain_counts_as_far_as_it_is_sure() -> None:
         goal = kernel.Goal(0.1, 2.0, sure)
         pick = np.zeros((3, 4), dtype=np.int64)
         taken.append(kernel.lower(search.state, rules, held, goal, 1 << 40, 1000, pick)[0])
-    assert taken[0] > taken[1] > taken[2]
+    assert taken[0] > 2 * taken[1] > 0
+    assert taken[2] == 0
 
 
 def test_a_present_placement_beyond_the_slack_may_not_stay() -> None:
@@ -285,6 +286,19 @@ def test_a_present_placement_beyond_the_slack_may_not_stay() -> None:
     answer = solve(asked.with_prior(heavy))
     alone = solve(replace(asked, routing_sample=None).with_prior(heavy))
     assert peak(asked, answer) <= peak(asked, alone) * 1.02 * 1.001
+
+
+def test_a_layer_keeps_no_slots_that_balance_gives_to_another() -> None:
+    """Two redundant slots in all: they must leave the mild layer, whose present placement would be the better one."""
+    mild, steep = np.full(12, 10.0), np.full(12, 100.0)
+    mild[0], steep[:2] = 30.0, 9000.0
+    prior = np.full((2, 4, 4), -1)
+    prior[:, :, :3] = np.arange(12).reshape(4, 3)
+    prior[0, 1:3, 3] = 0
+    sample = [tokens(4, 400, 3.0, 12, 3)] * 2
+    fields: dict[str, Any] = {"cross_node_weight": 1e-4, "move_weight": 0.0, "max_moves": 8, "slot_budget": 2}
+    asked = Problem.of([[mild, steep]], 4, 4, nodes=2, prior=prior.reshape(2, -1), routing_sample=sample, **fields)
+    assert ((solve(asked).placement >= 0).sum(axis=1) == [12, 14]).all()
 
 
 def test_any_time_is_enough_and_more_is_not_worse() -> None:
