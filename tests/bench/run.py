@@ -46,6 +46,13 @@ BENCHMARKS = (
     ),
     Benchmark(
         "coactivation",
+        "Nodes touched per token, with and without sampled routings",
+        "tests.bench.coactivation",
+        quick=("--quick",),
+        full=("--tiny",),
+    ),
+    Benchmark(
+        "coactivation",
         "Solver: nodes touched per token with sampled routings",
         "tests.bench.coactivation",
         quick=("--quick",),
