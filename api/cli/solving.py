@@ -66,17 +66,22 @@ def write_text(path: Path, text: str) -> None:
         raise BadInput(f"{path} can not be written: {error.strerror}") from None
 
 
+def _change(value: dict[str, float | None] | None) -> str | None:
+    """`before -> after`; only what is known of it."""
+    known = [number(x) for x in (value or {}).values() if x is not None]
+    return " -> ".join(known) or None
+
+
 def _answer_table(value: dict[str, Any]) -> str:
     balance, bound = value.get("balancedness") or [], value.get("bound") or []
-    times = value.get("predicted_step_us")
     head = facts(
         (
             ("policy", f"{value.get('policy')} ({value.get('strategy')})"),
             ("balancedness", f"{number(min(balance, default=None))} at the worst layer"),
             ("moves", value.get("moves")),
             ("bytes", size(value.get("bytes_moved"))),
-            ("nodes per token", value.get("nodes_per_token")),
-            ("step time", times),
+            ("nodes per token", _change(value.get("nodes_per_token"))),
+            ("step time, us", _change(value.get("predicted_step_us"))),
             ("solved in", f"{number(value.get('seconds'))} s"),
         )
     )
