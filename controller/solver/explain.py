@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from controller.forecast import Forecast
-from controller.solver.measure import count_moves, even_shares, rank_loads
+from controller.solver.measure import came_to, count_moves, even_shares, rank_loads
 from controller.solver.problem import Bools, Floats, Ints, Problem
-
-if TYPE_CHECKING:
-    from controller.solver.search import Step
 
 TOLD = 3
 ORDINALS = ("no", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
 
 
 def explain_layers(
-    problem: Problem, seen: Forecast, start: Ints, placement: Ints, steps: list[Step], still: Bools, anew: list[int]
+    problem: Problem, seen: Forecast, start: Ints, placement: Ints, still: Bools, anew: list[int]
 ) -> list[str]:
     """One sentence a layer. Loads are forecast rank loads over their mean, even split."""
     before, after = _peaks(problem, seen, start), _peaks(problem, seen, placement)
     moves = count_moves(problem.prior, placement, problem.ranks, problem.experts)
+    came, went = _changes(problem, start, placement), _changes(problem, placement, start)
     sentences = []
     for layer in range(problem.layers):
         here = f"layer {layer}: "
@@ -38,30 +34,40 @@ def explain_layers(
         elif not moves[layer]:
             sentences.append(f"{here}stays, no change pays for its moves (predicted max load {after[layer]:.2f})")
         else:
-            sentences.append(
-                here + _told(problem, placement[layer], start[layer], steps, layer, change, int(moves[layer]))
-            )
+            told = _told(problem, start[layer], came.get(layer, []), went.get(layer, []))
+            sentences.append(f"{here}{told}: {change}, {moves[layer]} moves")
     return sentences
 
 
-def _told(problem: Problem, row: Ints, old: Ints, steps: list[Step], layer: int, change: str, moves: int) -> str:
-    mine = [step for step in steps if step.layer == layer]
+def _changes(problem: Problem, before: Ints, after: Ints) -> dict[int, list[tuple[int, int]]]:
+    """(expert, rank) pairs of each layer that hold after and did not before."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for layer, rank, expert in np.argwhere(came_to(before, after, problem.ranks, problem.experts)).tolist():
+        found.setdefault(layer, []).append((expert, rank))
+    return found
+
+
+def _told(problem: Problem, before: Ints, came: list[tuple[int, int]], went: list[tuple[int, int]]) -> str:
+    """What became of the experts that ranks must receive, in the order of their numbers."""
+    left: dict[int, list[int]] = {}
+    for expert, where in went:
+        left.setdefault(expert, []).append(where)
+    copies = np.bincount(before[before >= 0], minlength=problem.experts)
     parts = []
-    counts = np.bincount(old[old >= 0], minlength=problem.experts)
-    for step in mine[:TOLD]:
-        if step.kind:
-            counts[step.expert] += 1
-            number = (
-                ORDINALS[counts[step.expert]] if counts[step.expert] < len(ORDINALS) else f"{counts[step.expert]}th"
-            )
-            parts.append(f"expert {step.expert} gets a {number} copy on rank {step.to}")
+    for expert, where in sorted(came):
+        if left.get(expert):
+            parts.append(f"expert {expert} goes from rank {left[expert].pop(0)} to rank {where}")
         else:
-            parts.append(f"expert {step.expert} goes from rank {step.hot} to rank {step.to}")
-    if len(mine) > TOLD:
-        parts.append(f"{len(mine) - TOLD} more changes")
+            copies[expert] += 1
+            parts.append(f"expert {expert} gets a {_ordinal(int(copies[expert]))} copy on rank {where}")
     if not parts:
-        parts.append("a hard goal asks for it")
-    return f"{', '.join(parts)}: {change}, {moves} moves"
+        return "a hard goal asks for it"
+    more = [f"{len(parts) - TOLD} more changes"] if len(parts) > TOLD else []
+    return ", ".join(parts[:TOLD] + more)
+
+
+def _ordinal(number: int) -> str:
+    return ORDINALS[number] if number < len(ORDINALS) else f"{number}th"
 
 
 def _peaks(problem: Problem, seen: Forecast, placement: Ints) -> Floats:

@@ -71,17 +71,21 @@ def count_moves(before: Ints | None, after: Ints, ranks: int, experts: int) -> I
     layers = after.shape[0]
     if before is None:
         return np.zeros(layers, dtype=np.int32)
-    now, then = _keys(after, ranks, experts), _keys(before, ranks, experts)
-    fresh = np.setdiff1d(now, then)
-    return np.bincount(fresh // (ranks * experts), minlength=layers).astype(np.int32)
+    return np.asarray(came_to(before, after, ranks, experts).sum(axis=(1, 2), dtype=np.int32))
 
 
-def _keys(placement: Ints, ranks: int, experts: int) -> Ints:
-    """One whole number for each (layer, rank, expert) that is held."""
+def came_to(before: Ints, after: Ints, ranks: int, experts: int) -> NDArray[np.bool_]:
+    """[L, R, E] what a rank holds after and did not hold before."""
+    return _holds(after, ranks, experts) & ~_holds(before, ranks, experts)
+
+
+def _holds(placement: Ints, ranks: int, experts: int) -> NDArray[np.bool_]:
     layers, slots = placement.shape
     where = np.repeat(np.arange(layers * ranks, dtype=np.int64), slots // ranks) * experts
     flat = placement.ravel()
-    return np.asarray(where[flat != EMPTY] + flat[flat != EMPTY])
+    out = np.zeros(layers * ranks * experts, dtype=np.bool_)
+    out[where[flat != EMPTY] + flat[flat != EMPTY]] = True
+    return out.reshape(layers, ranks, experts)
 
 
 def twice(placement: Ints, ranks: int) -> NDArray[np.bool_]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.forecast import Forecast
+from controller.solver import pairing
 from controller.solver.compiled import fill, moves
 from controller.solver.compiled import state as kernel
 from controller.solver.measure import count_moves, even_shares, least_time, rank_loads
@@ -16,35 +17,29 @@ from controller.solver.problem import EMPTY, Bools, Floats, Ints, Problem
 
 STEPS_A_TURN = 8
 FREE = 1 << 40
-PROBED_RANKS, PROBED_HOT, PROBED_GIVERS = 24, 2, 3
-PROBE_GAIN = 1e-3
-SHARP = 0.9
-"""Floor of the objective, as a part of the best any placement could do, when the load is taken as known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """price of a move in units of max / mean; risk [L] factor on a rank's root of summed squares; cost kind and knee."""
+    """price of a move in units of max / mean; risk [L] factor on a rank's root of summed squares; cost kind and knee;
+    floor [L] of the objective, as a part of the best any placement could do; sharp: the load is taken as known."""
 
     price: float
     risk: Floats
     kind: int
     knee: float
+    floor: Floats
     sharp: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One change: what, which expert, from and to which rank, moves, objective before and after."""
+class Kept:
+    """A layer's table [R, K], its objective and moves, and the price of both together."""
 
-    layer: int
-    kind: int
-    expert: int
-    hot: int
-    to: int
-    moves: int
-    before: float
-    after: float
+    table: Ints
+    objective: float
+    moved: int
+    price: float
 
 
 class Search:
@@ -66,13 +61,12 @@ class Search:
         self.goal = least_time(p, self.mean[:, :-1], steps=8)
         self.moved = np.zeros(p.layers, dtype=np.int64)
         self.done = np.zeros(p.layers, dtype=np.bool_)
-        self.steps: list[Step] = []
         self.state = _empty_state(p)
         self.pins: dict[int, list[tuple[int, int]]] = {}
         for layer, expert, rank in p.pinned.tolist():
             self.pins.setdefault(layer, []).append((expert, rank))
         self.prior_on = _prior_on(p)
-        self.log = np.zeros((STEPS_A_TURN, 7))
+        self.deadline: float | None = None
 
     def _load(self, layer: int, table: Ints) -> None:
         p, s = self.problem, self.state
@@ -103,11 +97,15 @@ class Search:
             # The scale is that of the best any placement could do: it stays while the placement changes, so that F falls
             # with every change and the search must end.
             unit=1.0 / max(float(self.goal[layer]), 1e-6),
-            floor=SHARP if t.sharp and t.kind == kernel.TOKENS else 0.0,
+            floor=float(t.floor[layer]),
             price=0.0 if self.problem.prior is None else t.price,
             spread=self.problem.spread,
             most_used=int(self.most_used[layer]),
         )
+
+    def leave_from(self, problem: Problem, homes: Ints | None) -> None:
+        """Count moves from another prior: the same problem but for that."""
+        self.problem, self.homes, self.prior_on = problem, homes, _prior_on(problem)
 
     def start(self, tables: Ints) -> None:
         """Take `tables [L, R, K]` as they are, with a rough objective (no scenarios, no risk) until a layer's turn comes."""
@@ -122,42 +120,62 @@ class Search:
         """Take `table [R, K]` as the layer's placement and measure it. Returns the rules that `state` was made for."""
         self.tables[layer] = table
         rules = self._setup(layer, table)
-        self.moved[layer] = self._moves(layer, table)
+        self.moved[layer] = self.count_moves(layer, table)
         self.done[layer] = False
         return rules
 
-    def _moves(self, layer: int, table: Ints) -> int:
+    def count_moves(self, layer: int, table: Ints) -> int:
         """Experts on ranks that did not hold them in the prior."""
         if self.prior_on is None:
             return 0
         ranks = np.arange(self.problem.ranks)[:, None]
         return int(((table != EMPTY) & ~self.prior_on[layer][ranks, table]).sum())
 
+    def late(self) -> bool:
+        """Whether time is up."""
+        return self.deadline is not None and time.perf_counter() >= self.deadline
+
+    def keep(self, layer: int) -> Kept:
+        """The layer as it is, to come back to."""
+        state = self.tables[layer].copy(), float(self.objective[layer]), int(self.moved[layer])
+        return Kept(*state, self.price_of(layer))
+
+    def put_back(self, layer: int, kept: Kept) -> None:
+        """The layer as it was kept."""
+        self.tables[layer], self.objective[layer], self.moved[layer] = kept.table, kept.objective, kept.moved
+        self.done[layer] = True
+
+    def room(self, layer: int) -> int:
+        """Most moves that a layer may take."""
+        limit = self.problem.max_moves
+        return FREE if limit is None or self.problem.prior is None else limit
+
     def turn(self, layer: int, steps: int = STEPS_A_TURN) -> None:
         """Up to `steps` more changes of one layer."""
-        limit = self.problem.max_moves
-        budget = FREE if limit is None or self.problem.prior is None else limit - int(self.moved[layer])
+        budget = self.room(layer) - int(self.moved[layer])
         rules = self._setup(layer, self.tables[layer])
-        count, settled = moves.improve(self.state, rules, min(steps, STEPS_A_TURN), budget, self.log)
+        moved, objective, settled = moves.improve(self.state, rules, min(steps, STEPS_A_TURN), budget)
         self.tables[layer] = self.state.table
+        self.moved[layer] += moved
+        self.objective[layer] = objective / rules.unit
         self.done[layer] = bool(settled)
-        for row in self.log[:count].tolist():
-            kind, expert, hot, to, cost = (int(x) for x in row[:5])
-            self.moved[layer] += cost
-            self.objective[layer] = row[6] / rules.unit
-            self.steps.append(Step(layer, kind, expert, hot, to, cost, row[5] / rules.unit, row[6] / rules.unit))
 
-    def run(self, deadline: float | None) -> bool:
+    def settle(self, layer: int) -> None:
+        """Turns of one layer until it has no change left."""
+        while not self.done[layer] and not self.late():
+            self.turn(layer)
+
+    def run(self) -> bool:
         """Turns for all layers, worst first, until none has a change left or time is up. True if it finished."""
         while not self.done.all():
             order = np.argsort(-self.objective, kind="stable")
             for layer in order[~self.done[order]].tolist():
-                if deadline is not None and time.perf_counter() >= deadline:
+                if self.late():
                     return False
                 self.turn(layer)
         return True
 
-    def kick(self, layer: int, goal: float, rounds: int, deadline: float | None) -> None:
+    def kick(self, layer: int, goal: float, rounds: int) -> None:
         """Leave local optima of a cold start: shift a few redundant copies at random, improve, keep what is better.
 
         Stops at `goal` (slowest rank in units of a perfect split). The seed is fixed, so the answer is repeatable.
@@ -165,68 +183,15 @@ class Search:
         rng = np.random.default_rng(layer)
         best, value = self.tables[layer].copy(), self.peak(layer)
         for _ in range(rounds):
-            if value <= goal or (deadline is not None and time.perf_counter() >= deadline):
+            if value <= goal or self.late():
                 break
             self.begin(layer, self._shaken(layer, best, rng))
-            while not self.done[layer]:
-                self.turn(layer)
+            self.settle(layer)
             found = self.peak(layer)
             if found < value * (1 - 1e-9):
                 best, value = self.tables[layer].copy(), found
         self.begin(layer, best)
         self.done[layer] = True
-
-    def probe(self, layer: int, deadline: float | None) -> None:
-        """With two places a rank a new copy pays only once other pairs have changed too: try it, let the search
-        settle after it, keep the whole if it is better with all its moves paid. Repeats until no trial is.
-        """
-        improved = True
-        while improved and not (deadline is not None and time.perf_counter() >= deadline):
-            improved = False
-            for rank, place, expert in self._trials(layer):
-                table, price, known = self.tables[layer].copy(), self.price_of(layer), len(self.steps)
-                objective, moved = self.objective[layer], self.moved[layer]
-                trial = table.copy()
-                trial[rank, place] = expert
-                self.begin(layer, trial)
-                while not self.done[layer]:
-                    self.turn(layer)
-                if self.price_of(layer) < price - PROBE_GAIN * objective:
-                    improved = True
-                    self.steps.insert(
-                        known, Step(layer, moves.COPY, expert, rank, rank, 1, float(objective), float(objective))
-                    )
-                    break
-                self.tables[layer], self.objective[layer], self.moved[layer] = table, objective, moved
-                del self.steps[known:]
-            self.done[layer] = True
-
-    def _trials(self, layer: int) -> list[tuple[int, int, int]]:
-        """(rank, place, expert): a copy of one of the hottest experts over one of the least missed copies."""
-        p, table, mean = self.problem, self.tables[layer], self.mean[layer]
-        counts = np.bincount(table[table != EMPTY], minlength=p.experts + 1)
-        each = np.where(table == EMPTY, 0.0, (mean / np.maximum(counts, 1))[table])
-        ranks = each.sum(axis=1) / p.capacity
-        hot: list[int] = []
-        for rank in np.argsort(-ranks, kind="stable")[:PROBED_RANKS].tolist():
-            expert = int(table[rank, int(each[rank].argmax())])
-            if expert != EMPTY and expert not in hot and counts[expert] < p.max_replicas[layer, expert]:
-                hot.append(expert)
-        low = p.min_replicas[layer]
-        rest = np.where(counts[:-1] > low, mean[:-1] / np.maximum(counts[:-1] - 1, 1), np.inf)
-        out = []
-        for expert in hot[:PROBED_HOT]:
-            for giver in np.argsort(rest, kind="stable")[:PROBED_GIVERS].tolist():
-                if not np.isfinite(rest[giver]) or giver == expert:
-                    continue
-                places = [(r, k) for r, k in np.argwhere(table == giver).tolist() if expert not in table[r]]
-                if self.homes is not None:
-                    places = [(r, k) for r, k in places if self.homes[layer][expert] == p.node_of_rank[r]]
-                places = [(r, k) for r, k in places if (giver, r) not in self.pins.get(layer, ())]
-                if places:
-                    rank, place = min(places, key=lambda rk: (float(ranks[rk[0]] - each[rk]), rk))
-                    out.append((rank, place, expert))
-        return out
 
     def peak(self, layer: int) -> float:
         """Slowest rank under the forecast mean."""
@@ -256,6 +221,10 @@ class Search:
     def scratch(self, layer: int) -> Ints:
         """[R, K] a placement of the layer from nothing, for the forecast mean; pinned experts come first."""
         p, s = self.problem, self.state
+        if self.tuning.sharp and pairing.paired(self, layer):
+            pairs = pairing.scratch(self, layer)
+            if pairs is not None:
+                return pairs
         table = np.full((p.ranks, p.per_rank), EMPTY, dtype=np.int32)
         for expert, rank in self.pins.get(layer, ()):
             table[rank, int((table[rank] != EMPTY).sum())] = expert

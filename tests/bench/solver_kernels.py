@@ -124,7 +124,7 @@ def compare_kernels(layers: int = 16) -> list[tuple[str, float, float, float]]:
 def _exchanges(ranks: int, places: int, nodes: int, loads: Floats, placement: Ints) -> tuple[str, float, float, float]:
     problem = Problem.of(loads[: 2 * PARTS], ranks, places, nodes=nodes, window=PARTS).with_prior(placement)
     layers = problem.layers
-    tuning = Tuning(1e-3, np.full(layers, 0.5), state.TOKENS, 0.0, False)
+    tuning = Tuning(1e-3, np.full(layers, 0.5), state.TOKENS, 0.0, np.zeros(layers), False)
     search = Search(problem, forecast(problem.load, problem.window), tuning)
     miss, ready, plain = 0.0, 0.0, 0.0
     for layer in range(layers):

@@ -227,11 +227,8 @@ def _copies(s, q, hot, n, partners, budget, best, pick):  # type: ignore[no-unty
 
 
 @compiled
-def improve(s, q, steps, budget, log):  # type: ignore[no-untyped-def]
-    """Take up to `steps` changes of at most `budget` moves in all. log f64 [n, 7]: kind, expert, from rank, to rank, moves, F before, F after.
-
-    Returns (changes taken, 1 if no change is left to take).
-    """
+def improve(s, q, steps, budget):  # type: ignore[no-untyped-def]
+    """Take up to `steps` changes of at most `budget` moves in all. Returns (moves made, F, 1 if no change is left to take)."""
     phi, pick, tabu, table = s.phi, s.pick, s.tabu, s.table
     ranks, places = table.shape
     size = ranks * H
@@ -249,7 +246,7 @@ def improve(s, q, steps, budget, log):  # type: ignore[no-untyped-def]
             if not tabu[r] and (hot < 0 or phi[r] > phi[hot]):
                 hot = np.int64(r)
         if hot < 0 or tries >= TRIES or phi[hot] <= 0:
-            return done, 1
+            return moved, f, 1
         if tries == 0:
             partners = _coolest(s)
             n = _removables(s, q)
@@ -276,14 +273,10 @@ def improve(s, q, steps, budget, log):  # type: ignore[no-untyped-def]
             tries += 1
             continue
         apply(s, q, np.int64(1) if pick[2, 0] == COPY else np.int64(2), pick)
-        before = f
         f = objective(s, q)
         moved += pick[2, 1]
-        if done < log.shape[0]:
-            log[done, 0], log[done, 1], log[done, 2], log[done, 3] = pick[2, 0], pick[2, 2], hot, pick[2, 3]
-            log[done, 4], log[done, 5], log[done, 6] = pick[2, 1], before, f
         done += 1
         tries = 0
         for r in range(ranks):
             tabu[r] = False
-    return done, 0
+    return moved, f, 0

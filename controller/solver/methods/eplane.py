@@ -19,6 +19,7 @@ from controller.solver.budget import allot
 from controller.solver.explain import explain_layers
 from controller.solver.grouping import home_nodes
 from controller.solver.methods.eplb import fill_gaps
+from controller.solver.passes import improve_layers, undo_small
 from controller.solver.problem import Bools, Floats, Ints, Problem, RankCost, ShareMode, Strategy
 from controller.solver.repair import keep_places, repair
 from controller.solver.touched import counts_nodes
@@ -26,20 +27,19 @@ from controller.solver.touched import counts_nodes
 if TYPE_CHECKING:
     from controller.solver.search import Search
 
-MOVE_WEIGHT, LAYER_WEIGHT = 0.001, 0.08
-"""Default price of a move: a layer's max / mean must fall by 0.001 for each, or by 0.08 for moving every slot,
+MOVE_WEIGHT, LAYER_WEIGHT = 0.0015, 0.12
+"""Default price of a move: a layer's max / mean must fall by 0.0015 for each, or by 0.12 for moving every slot,
 whichever is less: the more slots a layer has, the less one of them can gain and the smaller a part of the work it is."""
 PART_SEEN = 0.3
 """The power mean sees about this part of a gain on the slowest rank, so prices are scaled by it."""
 RISK = 1.0
 """Weight of a rank's spread under the forecast's error, in standard deviations."""
-KICKS, KICK_SLOTS, KICK_GAP = 200, 20_000, 0.003
-"""Random restarts a layer, slots they may cost in all, and the gap to the bound that is good enough."""
-PAIRED = 2
-"""Places a rank at which a new copy is tried together with the exchanges of partners it makes possible."""
-SCRATCH_GAP, SCRATCH_PART = 0.05, 0.3
-"""A placement from scratch is tried where the slowest rank is this far above the bound, and above the price of that part
-of the slots moving."""
+SHARP, BLUR = 0.9, 0.1
+"""Floor of the objective, as a part of the best any placement could do, when the load is known; none is left at this error
+of the forecast: what is known well is fitted to the slowest rank, what is not to all that may become it."""
+PASSES = 4
+FINISH = 0.8
+"""Time from the end of the search to the answer, as a part of what came before it."""
 SHRINK = 0.5
 """Weighted shares lean this far from even: exact shares fit the forecast too closely."""
 
@@ -59,30 +59,32 @@ class EPlanePolicy:
     def balanced(self, problem: Problem) -> Answer:
         """The answer for balance and moves alone."""
         started = time.perf_counter()
-        deadline = None if problem.budget_ms is None else started + problem.budget_ms / 1e3
-        known = load_known(problem)
         search, seen, most_used = prepare(problem)
-        start = self._start(problem, search, seen, most_used)
-        held = problem.observed().sum(axis=1) < problem.min_tokens
-        search.start(start)
-        search.done |= held & (problem.prior is not None)
-        finished = search.run(deadline)
-        if problem.per_rank == PAIRED and problem.spread == 1:
-            for layer in np.argsort(-search.objective, kind="stable").tolist():
-                if not held[layer] or problem.prior is None:
-                    search.probe(layer, deadline)
-        if known and problem.prior is None and problem.spread == 1:
-            _kick(problem, search, deadline)
-        anew = _from_scratch(problem, search, held, deadline) if problem.prior is not None else []
-        _undo_small(problem, search, start)
-        placement = search.tables.reshape(problem.layers, problem.slots).copy()
-        if problem.prior is None:
-            placement = fill_gaps(problem, placement, seen.mean.astype(np.float64))
-        placement = repair(problem, placement, seen.mean.astype(np.float64))
+        if problem.budget_ms is not None:
+            # To measure and explain the answer takes about as long as to prepare for it.
+            prepared = time.perf_counter() - started
+            search.deadline = started + max(problem.budget_ms / 1e3 - FINISH * prepared, prepared)
+        mean = seen.mean.astype(np.float64)
+        few = problem.observed().sum(axis=1) < problem.min_tokens
+        held = few & (problem.prior is not None)
+        start = self._start(problem, search, mean, most_used)
+        placement, anew = self._pass(problem, search, mean, start, held)
+        before = problem.prior
+        # Until a pass from its own answer changes nothing: only then does solving again move nothing.
+        for _ in range(PASSES if problem.max_moves is None else 0):
+            held = few | (False if before is None else (placement == before).all(axis=1))
+            if held.all() or search.late():
+                break
+            before, again = placement, problem.with_prior(placement)
+            search.leave_from(again, homes_of(again, mean))
+            placement, more = self._pass(again, search, mean, self._start(again, search, mean, most_used), held)
+            anew = sorted({*anew, *more})
         if problem.fixed_slots:
+            # An expert that left its rank in one pass and came back in another takes its old place again.
             placement = keep_places(problem, placement)
-        decisions = explain_layers(problem, seen, start.reshape(placement.shape), placement, search.steps, held, anew)
-        if not finished:
+        few &= problem.prior is not None
+        decisions = explain_layers(problem, seen, start, placement, few, anew)
+        if search.late():
             decisions.append(f"time ran out after {problem.budget_ms:g} ms: the best placement so far")
         return Answer.of(
             problem,
@@ -93,14 +95,27 @@ class EPlanePolicy:
             shares=weighted(problem, placement, seen) if problem.shares is ShareMode.WEIGHTED else None,
         )
 
-    def _start(self, problem: Problem, search: Search, seen: Forecast, most_used: Ints) -> Ints:
-        """[L, R, K] the prior made legal, or a placement from nothing."""
-        shape = (problem.layers, problem.ranks, problem.per_rank)
-        mean = seen.mean.astype(np.float64)
+    def _start(self, problem: Problem, search: Search, mean: Floats, most_used: Ints) -> Ints:
+        """[L, P] the prior made legal, or a placement from nothing."""
         if problem.prior is not None:
-            return trim(problem, repair(problem, problem.prior, mean), mean, most_used).reshape(shape)
+            return trim(problem, repair(problem, problem.prior, mean), mean, most_used)
         tables = np.stack([search.scratch(layer) for layer in range(problem.layers)])
-        return repair(problem, tables.reshape(problem.layers, problem.slots), mean).reshape(shape)
+        return repair(problem, tables.reshape(problem.layers, problem.slots), mean)
+
+    def _pass(self, problem: Problem, search: Search, mean: Floats, start: Ints, held: Bools) -> tuple[Ints, list[int]]:
+        """[L, P] a placement from `start [L, P]` without the layers `held [L]`, and the layers placed anew."""
+        tables = start.reshape(search.tables.shape)
+        search.start(tables)
+        search.done[:] = held
+        search.run()
+        anew = improve_layers(search, held)
+        if problem.prior is not None and problem.min_improvement > 0:
+            undo_small(search, tables)
+        placement = search.tables.reshape(start.shape).copy()
+        if problem.prior is None:
+            placement = fill_gaps(problem, placement, mean)
+        placement = repair(problem, placement, mean)
+        return (keep_places(problem, placement) if problem.fixed_slots else placement), anew
 
 
 def load_known(problem: Problem) -> bool:
@@ -114,13 +129,18 @@ def prepare(problem: Problem) -> tuple[Search, Forecast, Ints]:
 
     seen = forecast(problem.load, problem.window) if problem.forecast else last_window(problem.load, problem.window)
     mean = seen.mean.astype(np.float64)
-    homes = home_nodes(problem, problem.prior, mean) if problem.strategy is Strategy.HIERARCHICAL else None
     most_used = allot(problem, mean, problem.load.sum(axis=(0, 2)))
     known = load_known(problem)
     kind, knee = rank_cost(problem)
-    risk = np.zeros(problem.layers) if known else RISK * seen.error.astype(np.float64)
-    tuning = Tuning(price_of_move(problem), risk, kind, knee, known)
-    return Search(problem, seen, tuning, homes, most_used), seen, most_used
+    error = np.zeros(problem.layers) if known else seen.error.astype(np.float64)
+    floor = np.maximum(SHARP * (1 - error / BLUR), 0.0) * float(problem.rank_cost is RankCost.TOKENS)
+    tuning = Tuning(price_of_move(problem), RISK * error, kind, knee, floor, known)
+    return Search(problem, seen, tuning, homes_of(problem, mean), most_used), seen, most_used
+
+
+def homes_of(problem: Problem, mean: Floats) -> Ints | None:
+    """[L, E] node of each expert where groups are bound to nodes."""
+    return home_nodes(problem, problem.prior, mean) if problem.strategy is Strategy.HIERARCHICAL else None
 
 
 def price_of_move(problem: Problem) -> float:
@@ -175,68 +195,6 @@ def weighted(problem: Problem, placement: Ints, seen: Forecast) -> Floats:
     from controller.solver.shares import level
 
     return level(placement, seen.mean.astype(np.float64), problem.capacity, SHRINK)
-
-
-def _from_scratch(problem: Problem, search: Search, held: Bools, deadline: float | None) -> list[int]:
-    """Layers that were placed anew because that wins after its moves are paid."""
-    from controller.solver.search import relabel
-
-    if problem.prior is None or problem.max_moves is not None or problem.fixed_slots:
-        return []
-    if (
-        problem.spread > 1
-    ):  # a placement from scratch looks at no nodes: mended afterwards it would not be what was weighed
-        return []
-    prior = problem.prior.reshape(search.tables.shape)
-    taken = []
-    for layer in np.argsort(-search.objective, kind="stable").tolist():
-        least = search.goal[layer] * (1 + SCRATCH_GAP) + SCRATCH_PART * problem.slots * search.tuning.price
-        if held[layer] or search.peak(layer) < least or (deadline is not None and time.perf_counter() >= deadline):
-            continue
-        kept, price, moved = search.tables[layer].copy(), search.price_of(layer), search.moved[layer]
-        objective = search.objective[layer]
-        table = search.scratch(layer)
-        pinned = search.state.locked.copy()
-        search.begin(layer, table)
-        if search.objective[layer] >= price:
-            search.tables[layer], search.objective[layer], search.moved[layer] = kept, objective, moved
-            search.done[layer] = True
-            continue
-        table = relabel(
-            table, prior[layer], problem.node_of_rank, problem.usable_of(layer), problem.capacity, pinned,
-            search.homes is not None or problem.spread > 1,
-        )  # fmt: skip
-        search.begin(layer, table)
-        if search.price_of(layer) < price and (table != -1).sum() >= (kept != -1).sum():
-            taken.append(layer)
-            search.steps[:] = [step for step in search.steps if step.layer != layer]
-            continue
-        search.tables[layer], search.objective[layer], search.moved[layer] = kept, objective, moved
-        search.done[layer] = True
-    search.run(deadline)
-    return sorted(taken)
-
-
-def _undo_small(problem: Problem, search: Search, start: Ints) -> None:
-    """Put back layers whose gain is below min_improvement."""
-    if problem.prior is None or problem.min_improvement <= 0:
-        return
-    for layer in np.flatnonzero(search.moved > 0).tolist():
-        after, table = search.objective[layer], search.tables[layer].copy()
-        search.begin(layer, start[layer])
-        gain = (search.objective[layer] - after) / max(float(search.objective[layer]), 1e-30)
-        if gain >= problem.min_improvement:
-            search.tables[layer] = table
-        else:
-            search.steps[:] = [step for step in search.steps if step.layer != layer]
-
-
-def _kick(problem: Problem, search: Search, deadline: float | None) -> None:
-    """A known load and free moves: close the gap to the bound where local search left one."""
-    rounds = max(1, min(KICKS, KICK_SLOTS // (problem.slots * problem.layers)))
-    for layer in range(problem.layers):
-        if search.peak(layer) > search.goal[layer] * (1 + KICK_GAP):
-            search.kick(layer, float(search.goal[layer]) * (1 + KICK_GAP), rounds, deadline)
 
 
 def _strategy(problem: Problem, anew: list[int]) -> str:
