@@ -74,7 +74,7 @@ class Answer:
             shares=frozen(shares),
             rank_load=frozen(loads),
             balancedness=frozen(balance(loads, problem.capacity, problem.drained)),
-            bound=frozen(bound(problem, load)),
+            bound=frozen(bound(problem, load, (loads / problem.capacity).max(axis=1))),
             moves=int(moves.sum()),
             moves_of_layer=frozen(moves),
             bytes_moved=int(moves.sum()) * problem.bundle_bytes,

@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.solver.problem import EMPTY, Floats, Ints, Problem
-
-PAIR_STEPS = 20
-PAIR_WEIGHTS = (0.3, 1.0, 3.0)
+from controller.solver.problem import EMPTY, Floats, Ints, Problem, ShareMode
 
 
 def copies_of(placement: Ints, experts: int) -> Ints:
@@ -109,45 +106,7 @@ def least_time(problem: Problem, load: Floats, steps: int = 24) -> Floats:
     spare = problem.usable.sum(axis=1) - problem.experts
     if problem.slot_budget is not None:
         spare = np.minimum(spare, problem.slot_budget)
-    least = np.maximum(perfect, _least_peak(load, spare, most, np.cumsum(speeds), steps))
-    if steps >= PAIR_STEPS and speeds[0] == speeds[-1]:
-        for layer in np.flatnonzero(np.isin(problem.usable, (0, 2)).all(axis=1)).tolist():
-            least[layer] = _least_pairs(load[layer] / speeds[0], int(problem.usable[layer].sum()), float(least[layer]))
-    return np.asarray(least)
-
-
-def _least_pairs(load: Floats, slots: int, least: float) -> float:
-    """A tighter bound for a layer whose ranks in use have two slots each, all of one speed.
-
-    Say no rank is above T, and take any y < T / 2. A copy larger than T - y is alone on its rank or beside a copy of at
-    most y. So with c copies of an expert, (copies above T - y) <= (copies of at most y) + (empty slots), and the copies
-    are no more than the slots. Weighing the second with m and adding the first, each expert costs at least
-
-        min over c >= load / T of (1 + m) c + (c if load / c > T - y) - (c if load / c <= y),
-
-    which is least at the first c of each of the three ranges. If the sum over experts exceeds (1 + m) * slots, T cannot
-    be reached. Any T that fails is a proved bound; halving finds a high one.
-    """
-    low, high = least, min(1.5 * least, float(load.max()))
-    if high <= low or low <= 0:
-        return least
-    small = np.unique(np.quantile(load, np.linspace(0.05, 0.95, 10)))[:, None]
-    for _ in range(10):
-        peak = 0.5 * (low + high)
-        part = small[(small[:, 0] > 0) & (small[:, 0] < 0.5 * peak)]
-        if not part.size:
-            return low
-        slack = 1 + 1e-9
-        whole = np.broadcast_to(np.maximum(np.ceil(load / (peak * slack)), 1), (len(part), len(load)))
-        beside = np.maximum(np.ceil(load / ((peak - part) * slack)), 1)
-        tiny = np.maximum(np.ceil(load / (part * slack)), 1)
-        fails = False
-        for weight in PAIR_WEIGHTS:
-            cost = np.minimum(np.where(whole < beside, (2 + weight) * whole, np.inf), weight * tiny)
-            cost = np.minimum(cost, np.where(beside < tiny, (1 + weight) * beside, np.inf))
-            fails = fails or bool((cost.sum(axis=1) > (1 + weight) * slots * slack).any())
-        low, high = (peak, high) if fails else (low, peak)
-    return low
+    return np.asarray(np.maximum(perfect, _least_peak(load, spare, most, np.cumsum(speeds), steps)))
 
 
 def _least_peak(load: Floats, spare: Ints, most: Ints, reach: Floats, steps: int) -> Floats:
@@ -170,11 +129,31 @@ def _least_peak(load: Floats, spare: Ints, most: Ints, reach: Floats, steps: int
     return np.asarray(np.minimum(low, high))
 
 
-def bound(problem: Problem, load: Floats) -> Floats:
-    """[L] the best balancedness that any placement could reach on `load`, proved; 1.0 where there are no tokens."""
+def bound(problem: Problem, load: Floats, slowest: Floats) -> Floats:
+    """[L] the best balancedness that any placement could reach on `load`, proved; 1.0 where there are no tokens.
+
+    slowest: [L] time of the slowest rank of a placement: nothing above it need be looked for.
+    """
     least = least_time(problem, load)
+    if problem.tight_bound and problem.shares is ShareMode.EQUAL:
+        least = _tightened(problem, load, least, slowest)
     perfect = load.sum(axis=1) / problem.capacity[~problem.drained].sum()
     return np.where(least > 0, np.minimum(1.0, perfect / np.where(least > 0, least, 1.0)), 1.0)
+
+
+def _tightened(problem: Problem, load: Floats, least: Floats, slowest: Floats) -> Floats:
+    """[L] `least`, higher where ranks are pairs of one speed and more can be proved: copies split evenly have known sizes."""
+    from controller.solver.proof import least_pairs
+
+    out, speed = least.copy(), problem.capacity[~problem.drained]
+    if speed.min() < speed.max():
+        return out
+    for layer in np.flatnonzero(np.isin(problem.usable, (0, 2)).all(axis=1)).tolist():
+        ranks = int((problem.usable[layer] > 0).sum())
+        most = np.minimum(problem.max_replicas[layer], ranks)
+        limits = float(least[layer] * speed[0]), float(slowest[layer] * speed[0])
+        out[layer] = least_pairs(load[layer], most, 2 * ranks, *limits) / speed[0]
+    return out
 
 
 def cross_node_share(problem: Problem, load: Floats, placement: Ints, shares: Floats) -> float:

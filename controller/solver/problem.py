@@ -70,6 +70,7 @@ class Problem:
     horizon_steps   steps until the next decision, over which a move must pay for itself
     bundle_bytes    bytes of one expert's bundle
     forecast        False: take the load window as it is, look neither ahead nor back
+    tight_bound     True: prove as much as can be where ranks are pairs (about 40 ms a layer)
     min_tokens      a layer with fewer in the window stays as it is
     min_improvement a layer moves only when its predicted slowest rank gains this part
     routing_sample  for each layer [n, K] experts that single tokens of the load window went to, -1 pads; None: no sample
@@ -105,6 +106,7 @@ class Problem:
     horizon_steps: int
     bundle_bytes: int
     forecast: bool
+    tight_bound: bool
     min_tokens: float
     min_improvement: float
     routing_sample: tuple[Ints, ...] | None
