@@ -111,18 +111,42 @@ def step_scale(problem: Problem, load: Floats, hardware: Hardware) -> Floats:
     return np.where(total > 0, a_step / np.where(total > 0, total, 1.0), 0.0)
 
 
-def layer_s(problem: Problem, load: Floats, placement: Ints, shares: Floats, hardware: Hardware) -> Floats:
-    """[L] predicted seconds of each MoE layer in one step: the slowest rank, then its dispatch and combine."""
+def layer_s(
+    problem: Problem,
+    load: Floats,
+    placement: Ints,
+    shares: Floats,
+    hardware: Hardware,
+    crossing: Floats | None = None,
+) -> Floats:
+    """[L] predicted seconds of each MoE layer in one step: the slowest rank, then its dispatch and combine.
+
+    `crossing`: the `crossing_part` of each layer, None: that of this placement.
+    """
+    if crossing is None:
+        crossing = crossing_part(problem, placement, shares, hardware)
     tokens = slot_loads(load * step_scale(problem, load, hardware)[:, None], placement, shares)
     shape = (problem.layers, problem.ranks, -1)
     matmul = hardware.expert_s(tokens, problem.bundle_bytes).reshape(shape).sum(axis=2) / problem.capacity
     arriving = tokens.reshape(shape).sum(axis=2)
+    wire = 2 * hardware.alpha_s + arriving * _wire_s(problem, hardware, crossing)
+    return np.where(load.sum(axis=1) > 0, (matmul + wire).max(axis=1), 0.0)
+
+
+def _wire_s(problem: Problem, hardware: Hardware, crossing: Floats) -> Floats:
+    """[L, R] link seconds of one routed token of a rank, there and back."""
     peers = np.bincount(problem.node_of_rank, minlength=problem.nodes)[problem.node_of_rank]
     near, far = (peers - 1) / problem.ranks, 1 - peers / problem.ranks
-    crossing = far * crossing_part(problem, placement, shares, hardware)[:, None]
-    seconds_a_byte = (near + far - crossing) / hardware.near_s + crossing / hardware.far_s
-    wire = 2 * hardware.alpha_s + arriving * seconds_a_byte * (TOKEN_BYTES_OUT + TOKEN_BYTES_BACK)
-    return np.where(load.sum(axis=1) > 0, (matmul + wire).max(axis=1), 0.0)
+    across = far * crossing[:, None]
+    seconds_a_byte = (near + far - across) / hardware.near_s + across / hardware.far_s
+    return np.asarray(seconds_a_byte * (TOKEN_BYTES_OUT + TOKEN_BYTES_BACK))
+
+
+def mean_load_s(problem: Problem, hardware: Hardware, crossing: Floats) -> Floats:
+    """[L] seconds that the mean load of a rank takes, matmuls and links without their fixed part: what one unit of a
+    layer's max / mean is worth in a step."""
+    wire = _wire_s(problem, hardware, crossing).mean(axis=1)
+    return np.asarray(_balanced_s(problem, hardware) + _tokens_a_rank(problem, hardware) * wire)
 
 
 def crossing_part(problem: Problem, placement: Ints, shares: Floats, hardware: Hardware) -> Floats:

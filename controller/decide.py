@@ -96,10 +96,15 @@ def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = No
         "pinned": [list(pin) for pin in s.pinned],
         "min_replicas": s.min_replicas,
         "spread": min(s.spread, len(world.nodes)),
-        "horizon_steps": max(1, round(facts.steps / max(1, window) * s.horizon_s)),
+        "node_slack": s.node_slack,
     }
+    if facts.steps_a_second is not None:
+        # As many as the gate lets a gain count for; until the rate was measured, the solver's own default.
+        problem["horizon_steps"] = max(1, round(facts.steps_a_second * s.horizon_s))
     if s.move_weight is not None:
         problem["move_weight"] = s.move_weight
+    if s.cross_node_weight is not None:
+        problem["cross_node_weight"] = s.cross_node_weight
     if s.max_moves_per_layer is not None:
         problem["max_moves"] = s.max_moves_per_layer
     if facts.step_tokens is not None:
@@ -142,7 +147,7 @@ class Decider:
 
         Raises one of UNDECIDED.
         """
-        now = f"balancedness {facts.balancedness:.3f}"
+        now = f"measured balancedness {facts.balancedness:.3f}"
         self.refused_by = None
         confirmed = await self._confirmed(facts)
         if isinstance(confirmed, tuple):

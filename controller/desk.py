@@ -241,7 +241,7 @@ class Desk:
         samples, unread = read_samples(body.get("samples"))
         self.group.book.refused["sample"] += len(unread)
         refused.extend(unread)
-        took = self.group.book.take(report, unreadable, samples)
+        took = self.group.book.take(report, unreadable, samples, self.group.clock.monotonic())
         metrics, name = self.group.metrics, self.group.name
         metrics.subwindows.labels(name).inc(took.accepted)
         for cause, count in self.group.new_refusals().items():
@@ -357,7 +357,7 @@ def _options(options: Mapping[str, Json]) -> tuple[dict[str, Json], bool]:
 def _nothing_to_gain(policy: str, found: Found) -> str:
     worth, moves = found.estimate, sum(len(wave.loads) for wave in found.waves)
     return (
-        f"{policy} finds nothing to gain: {moves} moves would change balancedness from {worth.balancedness_before:.3f} "
+        f"{policy} finds nothing to gain: {moves} moves would change predicted balancedness from {worth.balancedness_before:.3f} "
         f"to {worth.balancedness_after:.3f} and save {worth.part:.1%} of the step time"
     )
 

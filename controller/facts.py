@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from controller.detect import steady_tail
 from controller.limits import Spent
@@ -21,6 +21,8 @@ from eplane.topology import World
 
 # Routed tuples that a decision is made from.
 MOST_TUPLES = 1024
+# A rate of steps is taken over no less than this: reports are some tenths of a second off.
+LEAST_TIMED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +30,7 @@ class Facts:
     """`history`: the complete windows that are kept, oldest first. `seen`: the newest of them that are of one kind.
 
     What the present placement is worth is judged on `seen`; what comes next is forecast from all of `history`, whose
-    older traffic often comes back.
+    older traffic often comes back. `told`: routed tuples [L][n][K] that stand for all traffic, in place of samples.
     """
 
     settings: GroupSettings
@@ -38,6 +40,7 @@ class Facts:
     history: tuple[Seen, ...]
     seen: tuple[Seen, ...]
     spent: Spent
+    told: Any = None
 
     @property
     def window(self) -> tuple[Seen, ...]:
@@ -66,6 +69,18 @@ class Facts:
         return sum(s.window.last_step - s.window.first_step for s in self.window)
 
     @property
+    def steps_a_second(self) -> float | None:
+        """Steps that the group makes in a second, over all windows that are kept; None until that can be told.
+
+        Counts come some windows at a time, and a new leader hears the last ones at once. So time is taken from the first
+        moment at which any came to the last, and steps from where those of the first moment ended.
+        """
+        came = [(s.at, s.window.last_step) for s in self.history if s.at is not None]
+        first, last = min((at for at, _ in came), default=0.0), max((at for at, _ in came), default=0.0)
+        steps = max((step for _, step in came), default=0) - max((step for at, step in came if at == first), default=0)
+        return steps / (last - first) if last - first >= LEAST_TIMED_S and steps > 0 else None
+
+    @property
     def step_tokens(self) -> float | None:
         """Routed tokens that a step and layer had on average."""
         load, steps = self.load, self.steps
@@ -82,8 +97,10 @@ class Facts:
         return merge([s.sample for s in self.window if s.sample is not None], MOST_TUPLES, (self.last_step,))
 
     @property
-    def routings(self) -> NDArray[np.int32] | None:
-        """[L, n, K] the sample as the solver takes it."""
+    def routings(self) -> Any:
+        """[L, n, K] the sample as the solver takes it, or None."""
+        if self.told is not None:
+            return self.told
         sample = self.sample
         return None if sample is None else sample.tuples.transpose(1, 0, 2).astype(np.int32)
 
@@ -103,11 +120,12 @@ def facts_of(
     placement: Placement,
     history: Sequence[Seen],
     spent: Spent,
+    told: Any = None,
 ) -> Facts:
     """The facts of these windows, oldest first."""
     tail = steady_tail([s.window.total for s in history]) if history else 0
     newest = tuple(history[len(history) - tail :])
-    return Facts(settings, world, pointer, placement, tuple(history), newest, spent)
+    return Facts(settings, world, pointer, placement, tuple(history), newest, spent, told)
 
 
 def gather(state: GroupState, book: WindowBook, now: float) -> Facts | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from controller.costs import Hardware, hardware_named, layer_s
+from controller.costs import Hardware, crossing_part, hardware_named, layer_s, mean_load_s
 from controller.observe import balancedness, mean_balancedness
 from controller.planner import transfer_seconds
 from controller.settings import GroupSettings
 from controller.solver import Problem
-from controller.solver.problem import Ints
+from controller.solver.problem import Floats
+from controller.solver.touched import counts_nodes, nodes_of_layers
 from eplane.load import FloatLoad
 from eplane.placement import FloatTable, Placement
 from eplane.plan import Prediction, WavePlan
@@ -20,6 +22,8 @@ from eplane.topology import World
 
 # A confirmed gain may be smaller than the promised one, but not by more than this part.
 CONFIRM_PART = 0.6
+# A layer with fewer sampled tuples says too little of the nodes that a token touches: the solver's own bound.
+LEAST_TUPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +65,71 @@ def estimate(
     waves: Sequence[WavePlan],
     settings: GroupSettings,
     step_tokens: float | None = None,
-    routings: Ints | None = None,
+    routings: Any = None,
 ) -> Estimate:
     """Judge the change on `load [L, E]`; `step_tokens`: routed tokens of a step and layer, None: the preset's; `routings
-    [L, n, K]` sampled from it: what nodes touched cost, on hardware that sends a token once to each.
+    [L, n, K]` sampled from it: what nodes touched cost, on hardware that sends a token once to each, or as the setting
+    `cross_node_weight` has it.
 
     The gain is the saved part of the predicted step time over the horizon: with the preset `demo` each rank counts as a
     device of its own, so the part is that of the tokens of the fullest ranks. The cost is the time that bundles travel,
     times the part of serving that travelling disturbs.
     """
     hardware = hardware_named(settings.hardware)
-    slow, fast = (predicted_s(world, load, split, hardware, step_tokens, routings) for split in (before, after))
-    part = (slow - fast) / slow if slow > 0 else 0.0
+    weight = settings.cross_node_weight
+    problem = _problem(world, load, step_tokens, routings if hardware.once_a_node or weight is not None else None)
+    nodes = _nodes(problem, load, before, after)
+    slow, fast, saved = _seconds(problem, load, before, after, hardware, weight, nodes)
+    part = (slow - fast + saved) / slow if slow > 0 else 0.0
     gain_s = part * settings.horizon_s
     cost_s = travel_s(world, waves, hardware, settings.bytes_per_s) * settings.interference
     was, becomes = (level(load, split) for split in (before, after))
     act, why = weigh(part, gain_s, cost_s, settings)
     note = " (preset demo: each rank taken as a device of its own)" if settings.hardware == "demo" else ""
-    sentence = f"{why}: balancedness {was:.3f} to {becomes:.3f}, {part:.1%} of the step time{note}"
+    sentence = f"{why}: predicted balancedness {was:.3f} to {becomes:.3f}, {part:.1%} of the step time{note}"
+    if nodes is not None and weight != 0:
+        sentence += f", nodes touched a token {np.nanmean(nodes[0]):.2f} to {np.nanmean(nodes[1]):.2f} in it"
+        if weight is not None and slow > 0:
+            sentence += f", weighed as {saved / slow:.1%} by cross_node_weight {weight:g}"
     return Estimate(act, part, was, becomes, gain_s, cost_s, sentence)
+
+
+def _nodes(problem: Problem, load: FloatLoad, before: Split, after: Split) -> tuple[Floats, Floats] | None:
+    """[L] nodes that a token touches before and after, NaN for a layer whose sample says too little; None where all do."""
+    if not counts_nodes(problem):
+        return None
+    tuples = np.array([len(ids) for ids in problem.routing_sample or ()])
+    told = (tuples >= LEAST_TUPLES) & (load.sum(axis=1) > 0)
+    if not told.any():
+        return None
+    was, becomes = (
+        np.where(told, nodes_of_layers(problem, s.placement.p2l, s.shares), np.nan) for s in (before, after)
+    )
+    return was, becomes
+
+
+def _seconds(
+    problem: Problem,
+    load: FloatLoad,
+    before: Split,
+    after: Split,
+    hardware: Hardware,
+    weight: float | None,
+    nodes: tuple[Floats, Floats] | None,
+) -> tuple[float, float, float]:
+    """Predicted seconds of the MoE layers of a step, before and after, and what fewer nodes are worth beside them.
+
+    A weight takes the place of what nodes cost on the hardware, as it does in the solver: their links then look the same
+    before and after. Its unit is a layer's max / mean, and one more of that is worth what the mean load of a rank takes.
+    """
+    crossing = None if weight is None else crossing_part(problem, before.placement.p2l, before.shares, hardware)
+    slow, fast = (
+        float(layer_s(problem, load, s.placement.p2l, s.shares, hardware, crossing).sum()) for s in (before, after)
+    )
+    if weight is None or crossing is None or nodes is None:
+        return slow, fast, 0.0
+    unit = mean_load_s(problem, hardware, crossing)
+    return slow, fast, weight * float(np.nansum(unit * (nodes[0] - nodes[1])))
 
 
 def weigh(part: float, gain_s: float, cost_s: float, settings: GroupSettings) -> tuple[bool, str]:
@@ -108,25 +158,24 @@ def level(load: FloatLoad, split: Split) -> float:
 
 
 def predicted_s(
-    world: World,
-    load: FloatLoad,
-    split: Split,
-    hardware: Hardware,
-    step_tokens: float | None = None,
-    routings: Ints | None = None,
+    world: World, load: FloatLoad, split: Split, hardware: Hardware, step_tokens: float | None = None
 ) -> float:
     """Predicted seconds of all MoE layers of one step."""
+    problem = _problem(world, load, step_tokens, None)
+    return float(layer_s(problem, load, split.placement.p2l, split.shares, hardware).sum())
+
+
+def _problem(world: World, load: FloatLoad, step_tokens: float | None, routings: Any) -> Problem:
     number = {node: i for i, node in enumerate(world.nodes)}
-    problem = Problem.of(
+    return Problem.of(
         load,
         world.ranks,
         world.slots,
         node_of_rank=[number[node] for node in world.node_of_rank],
         bundle_bytes=world.shape.bundle_bytes,
         step_tokens=step_tokens,
-        routing_sample=routings if hardware.once_a_node else None,
+        routing_sample=routings,
     )
-    return float(layer_s(problem, load, split.placement.p2l, split.shares, hardware).sum())
 
 
 def link_rate(world: World, hardware: Hardware, bytes_per_s: float | None) -> float:

@@ -70,12 +70,12 @@ class Loop:
         if waiting is not None:
             return waiting
         if lead.state.mode() is Mode.OBSERVE:
-            return VerdictKind.OBSERVING, f"balancedness {facts.balancedness:.3f}; the mode is observe"
+            return VerdictKind.OBSERVING, f"measured balancedness {facts.balancedness:.3f}; the mode is observe"
         return None
 
     async def _decide(self, facts: Facts) -> Found | Said:
         """A change that every goal agrees to and that later traffic confirmed; else the sentence why there is none."""
         standing = await self._lead.standing(facts)
         if standing is not None:
-            return VerdictKind.PROPOSED, f"balancedness {facts.balancedness:.3f}; {standing}"
+            return VerdictKind.PROPOSED, f"measured balancedness {facts.balancedness:.3f}; {standing}"
         return await self._lead.decider.decide(facts)

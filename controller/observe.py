@@ -35,12 +35,14 @@ Span = tuple[int, int, str]
 class Seen:
     """One complete window. `rank_load [L, R]`: tokens that truly reached each rank, whatever the shares were.
 
-    `sample`: routed tuples of its tokens, if any rank told some.
+    `sample`: routed tuples of its tokens, if any rank told some. `at`: second at which the last rank's counts came, on a
+    clock that only runs forward; None where nobody looked.
     """
 
     window: LoadWindow
     rank_load: FloatLoad
     sample: TokenSample | None = None
+    at: float | None = None
 
     @property
     def sampled(self) -> int:
@@ -137,9 +139,14 @@ class WindowBook:
         return min((taken[rank].seq if rank in taken else -1 for rank in ranks), default=-1)
 
     def take(
-        self, report: LoadReport, unreadable: tuple[Refusal, ...] = (), samples: Iterable[RankSample] = ()
+        self,
+        report: LoadReport,
+        unreadable: tuple[Refusal, ...] = (),
+        samples: Iterable[RankSample] = (),
+        at: float | None = None,
     ) -> Took:
-        """Take what is good of a report; every refusal is counted by cause and returned with its sentence.
+        """Take what is good of a report that came at second `at`; every refusal is counted by cause and returned with
+        its sentence.
 
         A sample is taken with the counts of its rank and steps, or not at all; a bad one takes nothing with it.
         """
@@ -158,7 +165,7 @@ class WindowBook:
             accepted += 1
             if sample is not None:
                 refused.extend(self._attach(sub, sample))
-            self._file(placement, sub)
+            self._file(placement, sub, at)
         strays = [
             Refusal(s.rank, -1, f"samples: no counts of steps {s.first_step} on came along") for s in beside.values()
         ]
@@ -193,14 +200,14 @@ class WindowBook:
             self.refused["sample"] += 1
             yield Refusal(sub.rank, sub.seq, f"samples: {error}")
 
-    def _file(self, placement: Placement, sub: SubWindow) -> None:
+    def _file(self, placement: Placement, sub: SubWindow, at: float | None) -> None:
         span = (sub.first_step, sub.last_step, sub.digest)
         parts = self._pending.setdefault(span, {})
         parts[sub.rank] = sub
         if len(parts) == placement.ranks:
             del self._pending[span]
             seen = _seen(placement, parts)
-            self._insert(replace(seen, sample=self._merged(seen.window, self._samples.pop(span, {}))))
+            self._insert(replace(seen, sample=self._merged(seen.window, self._samples.pop(span, {})), at=at))
             self._lately.append(True)
         while len(self._pending) > PENDING_SPANS:
             self._give_up()

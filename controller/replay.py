@@ -29,6 +29,7 @@ from controller.verdict import VerdictKind
 from eplane.load import FloatLoad, LoadWindow
 from eplane.placement import FloatTable, IntTable, Placement
 from eplane.records import EpochPointer
+from eplane.routing import TokenSample
 from eplane.topology import World
 
 Value = TypeVar("Value")
@@ -82,7 +83,8 @@ class Replay:
     """One group from `start` on. Time is that of the trace: entry `n` begins at second `n * entry_s`.
 
     delay: entries until a whole plan is live, its waves evenly between; None: as long as its bundles travel over the
-    links of the settings' hardware, under their rate limit.
+    links of the settings' hardware, under their rate limit. routings [L][n][K]: experts that single tokens of the trace go
+    to together, for all of it; a sample of one entry alone comes with it.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class Replay:
         entry_s: float,
         delay: int | None = None,
         solver: Solver | None = None,
+        routings: Any = None,
     ) -> None:
+        self._routings = routings
         self._world = world
         self._settings = settings
         self._solver = solver or InlineSolver()
@@ -121,7 +125,7 @@ class Replay:
         """Seconds since the trace began."""
         return self._entry * self._entry_s
 
-    def observe(self, load: FloatLoad, steps: int) -> FloatLoad:
+    def observe(self, load: FloatLoad, steps: int, sample: TokenSample | None = None) -> FloatLoad:
         """`load [L, E]` tokens fall in `steps` steps; returns `[L, R]` tokens as they fell on the ranks."""
         live = self.live
         ranks = live.placement.rank_load(load, live.shares)
@@ -136,9 +140,9 @@ class Replay:
             complete=True,
             ranks_seen=tuple(range(self._world.ranks)),
         )
-        self._seen.append(Seen(window, ranks))
         self._step = last
         self._entry += 1
+        self._seen.append(Seen(window, ranks, sample, self.now))
         return ranks
 
     def facts(self) -> Facts:
@@ -148,7 +152,7 @@ class Replay:
             self._log.popleft()
         pointer = EpochPointer(self._epoch, live.digest, self._world.world, self._epoch, "")
         used = spent(self._log, self._last_end, self.now)
-        return facts_of(self._settings, self._world, pointer, live, tuple(self._seen), used)
+        return facts_of(self._settings, self._world, pointer, live, tuple(self._seen), used, self._routings)
 
     def place(self) -> None:
         """Start anew from where the policy puts everything in an empty world, for the load seen so far."""

@@ -33,12 +33,14 @@ _SETTINGS = frozenset(item.name for item in fields(GroupSettings))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scene:
-    """window: entries of the load window; every: between two cycles; split: between two splits of the shares."""
+    """window: entries of the load window; every: between two cycles; split: between two splits of the shares; routings:
+    tuples [L][n][K] that stand for the whole trace."""
 
     world: World
     group: GroupSettings
     start: Placement
     solver: InlineSolver
+    routings: Any
     hardware: Hardware
     window: int
     every: int
@@ -66,11 +68,14 @@ class Scene:
         if asked.entry_steps is None:
             # A trace that does not tell its steps can not tell how many of them the settings' horizon has.
             others.setdefault("horizon_steps", asked.horizon_steps)
+        # Facts of the trace, not only of the solver: the gate weighs them too.
+        routings = others.pop("routing_sample", None)
         return cls(
             world=world,
             group=group,
             start=_start(asked, world),
             solver=InlineSolver(others),
+            routings=routings,
             hardware=hardware,
             window=group.window,
             every=every,
@@ -87,7 +92,7 @@ class Scene:
 
     def check(self) -> None:
         """Raises Infeasible where no placement meets the settings' goals in this world, ProblemError for what is not in it."""
-        replay = Replay(self.world, self.group, self.start, self.entry_s)
+        replay = Replay(self.world, self.group, self.start, self.entry_s, routings=self.routings)
         replay.observe(np.zeros((self.world.shape.layers, self.world.shape.experts)), 1)
         self.solver.problem(problem_of(replay.facts(), self.group.policy))
 

@@ -65,6 +65,15 @@ class GroupSettings(Settings):
     move_weight: float | None = setting(
         None, low=0, help="price of a move in units of a layer's max / mean load; null: from the hardware"
     )
+    cross_node_weight: float | None = setting(
+        None,
+        low=0,
+        help="price of one more node that each token touches, in units of a layer's max / mean load; null: from the "
+        "hardware; 0: nodes do not count",
+    )
+    node_slack: float = setting(
+        0.05, low=0, high=1, help="how much slower the predicted slowest rank may be for fewer nodes touched"
+    )
     max_moves_per_wave: int = setting(256, low=1, help="bundles of one wave over all ranks")
     max_moves_per_layer: int | None = setting(None, low=0, help="bundles of one plan in one layer, or null")
     spare_min: int = setting(0, low=0, help="cells that stay free on every rank in every epoch")

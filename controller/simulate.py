@@ -302,7 +302,7 @@ def _judged(spans: list[list[_Part]], ranks: int, problem: Problem) -> tuple[flo
 
 def _controlled(trace: Trace, settings: SimulationSettings, progress: Progress | None) -> Iterator[WindowResult]:
     scene = Scene.of(settings, int(trace.shape[1]), int(trace.shape[2]))
-    replay = Replay(scene.world, scene.group, scene.start, scene.entry_s, settings.delay, scene.solver)
+    replay = Replay(scene.world, scene.group, scene.start, scene.entry_s, settings.delay, scene.solver, scene.routings)
     tape = Tape(trace, 1)
     ends = _ends(trace.shape[0], scene.window, scene.every)
     for at in range(scene.window):
