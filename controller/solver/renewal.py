@@ -15,17 +15,23 @@ from controller.solver.problem import EMPTY, Ints
 if TYPE_CHECKING:
     from controller.solver.search import Search
 
-GAIN = 1e-3
-"""Part of the objective that a renewal must save, so that rounding and luck move nothing."""
+GAIN = 1e-5
+"""Part of the objective that a renewal must save: more than rounding makes of nothing."""
+AT_ONCE = (None, 2)
+"""Exchanges made at once: all that pay, or where that does not win, the two that pay most."""
 WORTH = 1.3
 """An exchange must lower the sum of squared copies by this much more than it raises it."""
 
 
 def renew(search: Search, layer: int) -> bool:
     """Exchange copies of the layer, balance it anew, keep the better. True if it is another placement."""
+    return any(_tried(search, layer, most) for most in AT_ONCE)
+
+
+def _tried(search: Search, layer: int, most: int | None) -> bool:
     if search.late():
         return False
-    table = exchanged(search, layer)
+    table = exchanged(search, layer, most)
     if table is None or search.count_moves(layer, table) > search.room(layer):
         return False
     kept = search.keep(layer)
@@ -37,8 +43,8 @@ def renew(search: Search, layer: int) -> bool:
     return False
 
 
-def exchanged(search: Search, layer: int) -> Ints | None:
-    """[R, K] the present table with copies exchanged, or None where no exchange pays."""
+def exchanged(search: Search, layer: int, most: int | None = None) -> Ints | None:
+    """[R, K] the present table with at most `most` copies exchanged, or None where no exchange pays."""
     p, w = search.problem, search.mean[layer][:-1]
     table = search.tables[layer].copy()
     copies = np.bincount(table[table != EMPTY], minlength=p.experts)
@@ -47,7 +53,7 @@ def exchanged(search: Search, layer: int) -> Ints | None:
     pinned = {(rank, expert) for expert, rank in search.pins.get(layer, ())}
     low, high = p.min_replicas[layer], p.max_replicas[layer]
     done = 0
-    for _ in range(p.slots):
+    for _ in range(p.slots if most is None else most):
         gain = np.where(copies < high, w * w / (copies * (copies + 1)), -1.0)
         loss = np.where(copies > np.maximum(low, 1), w * w / np.maximum(copies * (copies - 1), 1), np.inf)
         taker, giver = int(gain.argmax()), int(loss.argmin())

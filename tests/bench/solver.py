@@ -244,7 +244,9 @@ def gaps(report: Report, layers: int, shapes: list[Shape], families: list[str]) 
         cells = []
         for family in families:
             loads = FAMILIES[family](small, 0, 2)[:PARTS]
-            answer = solve(Problem.of(loads, small.ranks, small.per_rank, nodes=small.nodes, forecast=False))
+            answer = solve(
+                Problem.of(loads, small.ranks, small.per_rank, nodes=small.nodes, forecast=False, tight_bound=True)
+            )
             cells.append(f"{100 * float((1 - answer.balancedness / answer.bound).mean()):.2f} %")
         report.say(f"| {shape.name} | " + " | ".join(cells) + " |")
 
