@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import dataclass
 from secrets import randbits
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
 from fastapi import FastAPI, Query, Request
@@ -25,6 +26,7 @@ from runtime.wire import BOUNDS_MS, MAX_LOGPROBS
 
 PROBLEM_JSON = "application/problem+json"
 MAX_STOPS = 16
+Result = TypeVar("Result")
 
 
 class CompletionRequest(BaseModel):
@@ -75,9 +77,13 @@ def build_app(front: Front, text: Text, group: str, model: str) -> FastAPI:
         )
         answer = Answer(f"cmpl-{uuid4().hex}", int(time.time()), model, body, prompt)
         pieces = _pieces(front, text, ask, body.stops)
-        if not body.stream:
-            return await _whole(answer, pieces, request)
-        first = await anext(pieces)  # Refusals must come before the status line.
+        try:
+            if not body.stream:
+                return await _unless_gone(request, _whole(answer, pieces))
+            # Refusals must come before the status line.
+            first = await _unless_gone(request, anext(pieces))
+        except _ClientGone:
+            return Response(status_code=499)
         return StreamingResponse(_events(answer, first, pieces), media_type="text/event-stream")
 
     @app.get("/v1/models")
@@ -165,14 +171,38 @@ class Answer:
         }
 
 
-async def _whole(answer: Answer, pieces: AsyncGenerator[Piece, None], request: Request) -> Response:
-    """The response in one piece; given up when the client has gone."""
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """What `work` gives. Raises _ClientGone, with `work` ended, when the client leaves before it is done.
+
+    A request that is queued makes no token by which its leaving would be noticed, and would keep its place.
+    """
+    doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise _ClientGone
+        return doing.result()
+    finally:
+        doing.cancel()
+        gone.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def _whole(answer: Answer, pieces: AsyncGenerator[Piece, None]) -> Response:
+    """The response in one piece."""
     got: list[Piece] = []
     try:
         async for piece in pieces:
             got.append(piece)
-            if piece.finish is None and await request.is_disconnected():
-                return Response(status_code=499)
     finally:
         await pieces.aclose()
     body = answer.to_json(got, with_prompt=True)
