@@ -10,6 +10,8 @@ from eplane.errors import BadInput
 from runtime.tiny import tokens as tiny
 
 TOKENIZER_FILE = "tokenizer.json"
+# Tokens that wait for the rest of a character, at most; a character has 4 bytes.
+MOST_HELD = 32
 _BROKEN = "�"
 
 
@@ -51,29 +53,53 @@ class Vocabulary:
         return list(self._tokenizer.encode(text).ids)
 
     def decoder(self) -> Decoder:
-        return _Growing(self._tokenizer)
+        return _Tail(self._tokenizer)
 
 
-class _Growing:
-    """Decodes all tokens anew and hands out what is new, holding back a character that is not complete."""
+class _Tail:
+    """Decodes the last tokens anew with each that comes, and hands out what is new, holding back a character that is not
+    complete.
+
+    What a token adds depends on the one before it (a leading space, half a character), so the tail begins with the tokens
+    of the last piece that was handed out: work is linear in the output, and the pieces joined are the text of all tokens.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
+        self._seen = 0
         self._shown = ""
 
     def push(self, ids: Iterable[int]) -> str:
         self._ids.extend(ids)
-        text = str(self._tokenizer.decode(self._ids))
-        if text.endswith(_BROKEN) or not text.startswith(self._shown):
-            return ""
-        piece = text[len(self._shown) :]
-        self._shown = text
-        return piece
+        text = self._decoded(self._ids)
+        if not text.endswith(_BROKEN) and text.startswith(self._shown) and len(text) > len(self._shown):
+            return self._hand_out(len(self._ids), text)
+        return "" if len(self._ids) - self._seen <= MOST_HELD else self._hand_out_some(text)
 
     def finish(self) -> str:
-        text = str(self._tokenizer.decode(self._ids))
-        return text[len(self._shown) :]
+        return self._decoded(self._ids)[len(self._shown) :]
+
+    def _hand_out(self, count: int, text: str) -> str:
+        """`text` of the first `count` tokens; those of it that are new are where the next tail begins."""
+        piece = text[len(self._shown) :]
+        new = self._ids[self._seen : count]
+        self._ids, self._seen, self._shown = self._ids[self._seen :], len(new), self._decoded(new)
+        return piece
+
+    def _hand_out_some(self, text: str) -> str:
+        """The tail is long: tokens without a text go, and of bytes that make no character all but the last few."""
+        if text == self._shown:
+            del self._ids[self._seen :]
+            return ""
+        for count in range(len(self._ids) - 4, len(self._ids) - 9, -1):
+            part = self._decoded(self._ids[:count])
+            if text.startswith(part) and len(part) > len(self._shown) and part.startswith(self._shown):
+                return self._hand_out(count, part)
+        return ""
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))
 
 
 class NoText:
