@@ -33,6 +33,7 @@ PRELOAD = ["torch", "torch.distributed", "runtime.preload"]
 STOP_GRACE_S = 2.0
 FLUSH_S = 1.0
 TINY = "tiny"
+LONGEST_SOCKET_PATH = 107
 
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -50,7 +51,7 @@ def serve(options: ServeOptions) -> int:
     listener = _listen(options)
     try:
         if options.link_dir is not None:
-            _make_link_dir(Path(options.link_dir))
+            _make_link_dir(Path(options.link_dir), max(options.ranks))
         for name, value in ONE_THREAD.items():
             os.environ.setdefault(name, value)
         with _ranks(options) as (connections, processes):
@@ -77,7 +78,13 @@ def _model_folder(model: str) -> Path:
     return folder
 
 
-def _make_link_dir(path: Path) -> None:
+def _make_link_dir(path: Path, last_rank: int) -> None:
+    longest = len(os.fsencode(path / f"rank{last_rank}.sock"))
+    if longest > LONGEST_SOCKET_PATH:
+        raise BadInput(
+            f"--link-dir {path} is too long: a socket in it would have a path of {longest} bytes, Linux allows "
+            f"{LONGEST_SOCKET_PATH}"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

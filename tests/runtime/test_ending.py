@@ -105,6 +105,7 @@ def test_bad_input_gives_one_sentence_and_exit_2(tmp_path: Path, checkpoint: Get
             (("--model", folder, "--master", "here"), "--master must be HOST:PORT"),
             (("--model", folder, "--spare-cells", "-1"), "--spare-cells must be at least 0, got -1"),
             (("--model", folder, "--http", "127.0.0.1:0", "--link-dir", str(tmp_path / "file")), "File exists"),
+            (("--model", folder, "--http", "127.0.0.1:0", "--link-dir", f"/tmp/{'x' * 92}"), "of 108 bytes, Linux"),
         ):
             code, said = _run(*link, *options)
             assert (code, said.count("\n")) == (2, 1), said
