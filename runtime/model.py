@@ -6,6 +6,8 @@ attention and its experts are replaced through the public interfaces of `transfo
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from runtime.experts import check_supported
 from runtime.link.manifest import BundleManifest, TensorSpec
 
 CONFIG_FILE = "config.json"
+EXPERTS_OF_TOKEN = "num_experts_per_tok"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ def read_config(folder: Path) -> Any:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise CheckpointError(f"{folder}: no {CONFIG_FILE} is there")
+    _check_known(file)
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
@@ -94,10 +98,38 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{file}: {sentence}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{file}: quantized checkpoints are not supported yet")
-    if not getattr(config, "num_experts_per_tok", None):
+    if not getattr(config, EXPERTS_OF_TOKEN, None):
         raise CheckpointError(f"{file}: model type {config.model_type} is not a mixture of experts")
     _check_attention(file, config)
     return config
+
+
+def _check_known(file: Path) -> None:
+    """Refuse a model type that the installed transformers does not know, with those that could be served."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        kind = json.loads(file.read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return  # Broken in another way, which the library tells in a sentence.
+    if kind is None or kind in CONFIG_MAPPING:
+        return
+    known = ", ".join(served_types())
+    raise CheckpointError(f"{file}: model type {kind!r:.80} is not known; mixtures of experts that are: {known}")
+
+
+def served_types() -> list[str]:
+    """Model types of the installed transformers that are mixtures of experts and generate text."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = []
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with contextlib.suppress(KeyError, ImportError, AttributeError):
+            config = CONFIG_MAPPING[kind]
+            if hasattr(config, EXPERTS_OF_TOKEN) or EXPERTS_OF_TOKEN in config.attribute_map:
+                found.append(kind)
+    return sorted(found)
 
 
 def _check_attention(file: Path, config: Any) -> None:
