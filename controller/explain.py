@@ -71,7 +71,7 @@ def _moved(group: Group, layer: int, slots: tuple[int, ...]) -> list[Json]:
 
 def anomalies(group: Group, trouble: str | None) -> list[Json]:
     """Everything that a person should look at, worst first; each with its sentence."""
-    found = [*_of_control(group, trouble), *_of_work(group), *_of_load(group)]
+    found = [*_of_control(group, trouble), *_of_work(group), *_of_cells(group), *_of_load(group)]
     order = {"error": 0, "warning": 1, "notice": 2}
     return sorted(found, key=lambda item: order[item["level"]])
 
@@ -137,6 +137,16 @@ def _of_work(group: Group) -> list[Json]:
         )
         for w in stalled
         if w.state in (WaveState.SWITCHING, WaveState.ABORTED)
+    ]
+
+
+def _of_cells(group: Group) -> list[Json]:
+    world = group.state.world()
+    waiting = {} if world is None else group.roster.live(world.world.world)
+    return [
+        _item("notice", "cells_wait", f"rank {rank}: {live.waits}", rank=rank)
+        for rank, live in sorted(waiting.items())
+        if live.waits
     ]
 
 

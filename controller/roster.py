@@ -66,7 +66,8 @@ class RankSaid:
 
 @dataclass(frozen=True, slots=True)
 class RankLive:
-    """What a rank served when it was asked last, and when this controller heard of it (monotonic seconds)."""
+    """What a rank served when it was asked last, and when this controller heard of it (monotonic seconds). `waits`: why
+    cells of a wave that ended early are not free there."""
 
     world: str
     rank: int
@@ -74,6 +75,7 @@ class RankLive:
     epoch: int | None
     step: int
     heard_at: float
+    waits: str | None = None
 
     @classmethod
     def read(cls, data: object, now: float) -> RankLive:
@@ -86,6 +88,7 @@ class RankLive:
             live.maybe("epoch", live.integer),
             f.integer("step", low=-1),
             now,
+            f.maybe("waits", f.text),
         )
 
 

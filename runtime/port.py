@@ -197,6 +197,7 @@ class RankPort:
                 clean=idle and now.armed is None and now.retired == 0,
                 cells_free=self._pool.count(CellState.FREE),
                 cells_retired=now.retired,
+                waits=self._waits(),
             )
 
     def arm(self, identity: Identity, leader_epoch: LeaderEpoch) -> RankStatus:
@@ -262,7 +263,15 @@ class RankPort:
                 raise LinkRefused(ErrorCode.BUSY, f"wave {old.identity.wave} of the same migration is staged here")
             self._drop()
         if any(not staging.wait_stopped(GIVE_UP_S) for staging in self._stopping):
-            raise LinkRefused(ErrorCode.BUSY, "the cells of a given-up wave are not free yet")
+            why = self._waits()
+            raise LinkRefused(
+                ErrorCode.BUSY, "the cells of a given-up wave are not free yet" + (f": {why}" if why else "")
+            )
+
+    def _waits(self) -> str | None:
+        """Why cells of a wave that failed or was given up are not free, if so."""
+        ending = [*self._stopping, *([] if self._staging is None else [self._staging])]
+        return next((why for staging in ending if (why := staging.waits)), None)
 
     def _drop(self) -> None:
         """Gives up the unarmed staging; its cells are free when its thread has ended."""

@@ -79,6 +79,7 @@ class Staging:
         self._done = 0
         self._bytes = 0
         self._reason: str | None = None
+        self._waits: str | None = None
         self._given = False
         self._thread = threading.Thread(target=self._run, name=f"stage-{command.identity.wave}", daemon=True)
 
@@ -106,6 +107,12 @@ class Staging:
         with self._lock:
             total = len(self._arrivals)
             return Staged(self.identity, self._state, self._done, total, self._bytes, self._reason)
+
+    @property
+    def waits(self) -> str | None:
+        """What its cells wait for before they are free, once it has ended; None while they wait for nothing."""
+        with self._lock:
+            return self._waits
 
     def give_up(self) -> None:
         """Cancels. The cells are free once `stopped`: the thread may still be writing into one until then."""
@@ -146,9 +153,19 @@ class Staging:
                 self._free_cells()
 
     def _free_cells(self) -> None:
-        waiting = [arrival.cell for arrival in self._arrivals]
-        while waiting := [cell for cell in waiting if not self._pool.free_if_unpinned(cell)]:
-            time.sleep(0.01)  # Another rank pulls a bundle that was verified here; it has a deadline.
+        waiting, told = list(self._arrivals), False
+        # Another rank pulls a bundle that was verified here; it has a deadline.
+        while waiting := [arrival for arrival in waiting if not self._pool.free_if_unpinned(arrival.cell)]:
+            first = f"layer {waiting[0].layer}, expert {waiting[0].expert}"
+            sentence = f"{len(waiting)} cells of wave {self.identity.wave} are still read by other ranks ({first})"
+            with self._lock:
+                self._waits = sentence
+            if not told:
+                _log.warning("a wave is given up, its cells are not free yet: %s", sentence)
+                told = True
+            time.sleep(0.01)
+        with self._lock:
+            self._waits = None
 
     def _settle(self, state: StagedState, reason: str | None) -> None:
         with self._lock:

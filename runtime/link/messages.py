@@ -350,7 +350,8 @@ class Staged:
 class RankStatus:
     """Where a rank stands. `clean`: nothing is staged or armed, and no retired cell waits to be free.
 
-    `last_step_under_old`: the last step that was served before the switch to `last_switched`.
+    `last_step_under_old`: the last step that was served before the switch to `last_switched`. `waits`: why cells of a wave
+    that failed or was given up are not free yet, one sentence.
     """
 
     world: str
@@ -365,6 +366,7 @@ class RankStatus:
     clean: bool
     cells_free: int
     cells_retired: int
+    waits: str | None = None
 
     def to_json(self) -> Json:
         return {
@@ -380,6 +382,7 @@ class RankStatus:
             "clean": self.clean,
             "cells_free": self.cells_free,
             "cells_retired": self.cells_retired,
+            "waits": self.waits,
         }
 
     @staticmethod
@@ -399,4 +402,5 @@ class RankStatus:
             clean=fields.flag("clean"),
             cells_free=fields.integer("cells_free"),
             cells_retired=fields.integer("cells_retired"),
+            waits=fields.maybe("waits", fields.text),
         )

@@ -143,6 +143,27 @@ def test_a_given_up_wave_frees_its_cells_only_when_nobody_writes(group: RealGrou
     assert rank.switch.live.digest == BASE.digest
 
 
+def test_cells_that_others_still_read_are_told(group: RealGroup, caplog: pytest.LogCaptureFixture) -> None:
+    rank = group.ranks[2]
+    staged = stage(group)
+    (cell,) = [c for c in range(rank.pool.cells) if rank.pool.state(c) is CellState.VERIFIED]
+    rank.pool.pin(cell)
+    assert rank.port.status().waits is None
+    rank.port.abort(staged.identity, LEADER)
+    said = rank.port.status()
+    assert not said.clean
+    assert said.waits == "1 cells of wave 1 are still read by other ranks (layer 0, expert 0)"
+    with pytest.raises(LinkRefused, match="not free yet: 1 cells of wave 1 are still read"):
+        rank.port.stage(group.wave(BASE, TARGET, 2, migration="1" * 16))
+    assert len([r for r in caplog.records if "not free yet" in r.getMessage()]) == 1, "once, not with each look"
+    rank.pool.unpin(cell)
+    for _ in range(1000):
+        if rank.port.status().clean:
+            break
+        time.sleep(0.005)
+    assert (rank.port.status().clean, rank.port.status().waits) == (True, None)
+
+
 def test_a_corrupted_transfer_is_never_verified() -> None:
     group = make_group(Faults(corrupt_received=True))
     staged = stage(group)
