@@ -1,6 +1,7 @@
 """`python -m agent`: the agent of one node.
 
-Exit codes: 0 told to stop, 2 bad arguments, 5 the store cannot be reached, 75 another life of this agent took over.
+Exit codes: 0 told to stop, 2 bad arguments, 5 the store cannot be reached, 75 the presence in the store was lost (start
+again), 76 a newer agent has taken this node over (do not start again).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from agent.reporter import Reporter
 from agent.samples import Samples
 from agent.settings import AgentSettings
 from eplane.clock import Clock, SystemClock
-from eplane.errors import LeaseLost, StoreUnavailable
+from eplane.errors import LeaseLost, RecordError, StoreUnavailable, Superseded
 from eplane.keys import GroupKeys
 from eplane.store.base import Store
 from eplane.store.mirror import Mirror
@@ -28,6 +28,7 @@ HalfLoop = Callable[[], Awaitable[None]]
 RETRY_S = 0.5
 EXIT_OK = 0
 EXIT_PRESENCE_LOST = 75
+EXIT_SUPERSEDED = Superseded.exit_code
 
 
 def build(settings: AgentSettings, store: Store, clock: Clock | None = None) -> Agent:
@@ -51,7 +52,8 @@ class Agent:
         self._mover = Mover(store, self._keys, settings.node, incarnation, settings.request_timeout_s, clock)
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Run until `stop` (0), or until the presence key is another's (75: start me again)."""
+        """Run until `stop` (0), until the presence is lost (75: start me again), or until a newer life of the agent has it
+        (76: it does this node's work; started again, this one would only take the node back)."""
         try:
             async with Mirror(self._store, self._keys.prefix, self._clock) as mirror:
                 cluster = (await self._store.status()).cluster_id
@@ -91,15 +93,28 @@ class Agent:
             for half in halves:
                 if half in done:
                     half.result()
-            log.warning("the presence key is lost: another life of this agent is here, or the store forgot us")
-            return EXIT_PRESENCE_LOST
+            return await self._lost("the presence key is lost: its lease ran out, or the store forgot us")
         except LeaseLost as error:
-            log.warning("%s", error)
-            return EXIT_PRESENCE_LOST
+            return await self._lost(str(error))
         finally:
             for task in (told, lost, *halves):
                 task.cancel()
             await asyncio.gather(told, lost, *halves, return_exceptions=True)
+
+    async def _lost(self, why: str) -> int:
+        """Which of the two exit codes. Nothing can be written under the lost presence, whichever it is."""
+        try:
+            newer = await self._heartbeat.successor()
+        except (StoreUnavailable, RecordError):
+            newer = None
+        if newer is None:
+            log.warning("%s", why)
+            return EXIT_PRESENCE_LOST
+        log.error(
+            "superseded: agent life %s has taken node %s over, this one (%s) ends and must not be started again",
+            newer, self._settings.node, self._incarnation,
+        )  # fmt: skip
+        return EXIT_SUPERSEDED
 
 
 async def _persist(half: HalfLoop) -> None:

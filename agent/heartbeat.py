@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from eplane.clock import Clock
 from eplane.election import Presence, ProgressGate
 from eplane.keys import GroupKeys
-from eplane.records import PresenceRecord, encode
+from eplane.records import PresenceRecord, decode, encode
 from eplane.store.base import CreateRevision, Store
 from runtime.link.messages import RankStatus
 
@@ -38,6 +38,12 @@ class Heartbeat:
     def compare(self) -> CreateRevision:
         """What every acknowledgement carries. Raises LeaseLost once the key is another's."""
         return self._presence.compare()
+
+    async def successor(self) -> str | None:
+        """The other life of this node's agent that holds the key now, if one does."""
+        kv = await self._presence.observe()
+        holder = None if kv is None else decode(PresenceRecord, kv.value).incarnation
+        return None if holder == self._incarnation else holder
 
     async def tell(self, world: str | None, statuses: Mapping[int, RankStatus]) -> None:
         """Update the key when something changed. Ranks that do not agree on what is live have no digest."""

@@ -24,13 +24,20 @@ from eplane.errors import ApiProblem, BadInput
 
 DEFAULT_URL = "http://127.0.0.1:7070"
 PAUSE_S = 0.25
+CONNECT_S = 3.0
+# The least time that an answer is given, however little patience there is.
+LEAST_CALL_S = 2.0
 _EXIT_CODES = {code.value: kind.exit_code for code, kind in KINDS.items()}
 _COME_AGAIN = {Code.NOT_LEADER.value, Code.UNAVAILABLE.value}
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Where the controllers are and how to speak to them. `patience_s`: how long to try before giving up."""
+    """Where the controllers are and how to speak to them. `patience_s`: how long to try before giving up.
+
+    call_s: most seconds that a change may take to be answered (a plan is computed meanwhile). What only reads is given up
+    at an address after its part of the patience, so that a controller that stands still costs no more than that.
+    """
 
     urls: tuple[str, ...] = (DEFAULT_URL,)
     token_file: Path | None = None
@@ -57,7 +64,7 @@ class Client:
         self._token = read_own_token(settings.token_file) if settings.token_file else None
         self._at = 0
         self._http = httpx.Client(
-            timeout=httpx.Timeout(settings.call_s, connect=3.0),
+            timeout=httpx.Timeout(settings.call_s, connect=CONNECT_S),
             verify=_trust(settings),
             transport=transport,
             trust_env=False,
@@ -123,6 +130,8 @@ class Client:
 
     def _call(self, method: str, url: str, **options: Any) -> httpx.Response:
         headers = dict(options.pop("headers", {}))
+        if method == "GET":
+            options["timeout"] = httpx.Timeout(self._read_s, connect=CONNECT_S)
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
@@ -132,6 +141,12 @@ class Client:
             what = str(error) or type(error).__name__
             sentence = f"no controller answers at {address}: {what}"
             raise ApiProblem(Code.UNAVAILABLE.value, sentence, 0, EXIT_UNAVAILABLE) from None
+
+    @property
+    def _read_s(self) -> float:
+        """Seconds that one address may take to answer what only reads."""
+        part = self._settings.patience_s / len(self._settings.urls)
+        return min(self._settings.call_s, max(LEAST_CALL_S, part))
 
     def _checked(self, location: str, came_from: str) -> str:
         """A token goes to the leader only over a line as private as the one that named the leader."""

@@ -19,13 +19,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from api.problems import EXIT_USAGE
 from api.supervise import Backoff, ProcessEvent, ProcessSpec, Supervisor
-from eplane.errors import BadInput, StackError
+from eplane.errors import BadInput, StackError, Superseded
 
 LOOPBACK = "127.0.0.1"
 # Linux keeps a Unix socket's path in 108 bytes, the last of them 0.
@@ -226,7 +226,10 @@ class Stack:
             link_dir=self.link_dir(node),
             ttl=f"{s.ttl_s:g}",
         )
-        return self._spec(f"agent-{node}", _python("agent", *options))
+        # Superseded by another agent of the node: started again, each would take the node from the other for ever.
+        return replace(
+            self._spec(f"agent-{node}", _python("agent", *options)), final_codes=frozenset({Superseded.exit_code})
+        )
 
     def _spec(
         self,

@@ -63,6 +63,7 @@ class ProcessSpec:
 
     `together` names processes that live and die as one (the launchers of one world): when one ends, the others are
     ended too and all are started again at once. `death_signal` is what the kernel sends if the supervisor is killed.
+    `final_codes`: exit codes by which a process says that it is not to be started again.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ProcessSpec:
     stop_signal: int = signal.SIGTERM
     stop_grace_s: float = 10.0
     death_signal: int = signal.SIGKILL
+    final_codes: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +281,16 @@ class Supervisor:
         if not process.wanted:
             return
         policy = process.spec.restart
-        if policy is Restart.NEVER or (policy is Restart.ON_FAILURE and code == 0):
+        final = code in process.spec.final_codes
+        if final or policy is Restart.NEVER or (policy is Restart.ON_FAILURE and code == 0):
             process.due_at = None
+            if final:
+                log.error(
+                    "process %s ended with %d and is not started again: %s",
+                    process.spec.name,
+                    code,
+                    self.log_tail(process.spec.name, 1),
+                )
             return
         process.in_a_row = 0 if now - process.started_at >= self._backoff.healthy_s else process.in_a_row + 1
         process.due_at = now + self._backoff.wait_s(max(0, process.in_a_row - 1))

@@ -209,7 +209,14 @@ class Desk:
             raise Invalid("mode", f"is {mode!r:.40}, must be one of {', '.join(known)}")
         record = ModeRecord(known[mode], actor, reason, self.group.clock.now(), new_nonce())
         await self._must(lead.term, put(key, encode(record), lead.state.unchanged(key)))
-        return {"mode": lead.state.mode().value}
+        active = lead.state.active()
+        if active is None or known[mode] is Mode.AUTO:
+            return {"mode": lead.state.mode().value}
+        note = f"migration {active.migration} is running; it ends by itself; abort it with: "
+        return {
+            "mode": lead.state.mode().value,
+            "note": f"{note}eplane migration abort {active.migration} -g {self.group.name}",
+        }
 
     async def set_settings(self, patch: Mapping[str, Json], actor: str, reason: str = "") -> Json:
         """Change settings of the group while it runs. Only what differs from the defaults is stored."""

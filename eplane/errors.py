@@ -25,6 +25,8 @@ EPlaneError
 ├── BindRefused     an address beyond loopback without TLS and tokens: give both, or bind to loopback (exit 2)
 ├── StackError      a process of the one-machine stack did not come up: read the log it names (exit 5)
 ├── ApiProblem      the API answered a problem: `code` says which of the closed set (exit by code)
+├── Superseded      a newer agent has taken the node over: end, and do not start this one again (exit 76)
+├── WaitEnded       what was waited for goes on, the time given for it is over: look again later (exit 5)
 ├── NotFound        a group, plan, migration or epoch is not known: name one that is (exit 2)
 ├── Invalid         a field of a request can not be used: correct the named field (exit 2)
 ├── Conflict        the state is not what the request assumed: look again, then decide (exit 4)
@@ -254,6 +256,18 @@ class LinkLost(LinkError):
 
 class CounterError(EPlaneError):
     """A counters file is missing or not readable. Wait until the engine has made it."""
+
+
+class Superseded(EPlaneError):
+    """A newer agent has taken the node over. End; started again, this one would only take the node back."""
+
+    exit_code = 76
+
+
+class WaitEnded(EPlaneError):
+    """What was waited for goes on, and the time given for it is over. Look again later."""
+
+    exit_code = 5
 
 
 class NotFound(EPlaneError):

@@ -17,6 +17,9 @@ ENDED = ENDED_WELL | {"STOPPED", "ABORTED", "DEAD"}
 LOOK_S = 0.25
 
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end of the migration.")]
+Timeout = Annotated[
+    float | None, typer.Option("--timeout", min=0, help="With --wait: seconds to wait; default: as long as it takes.")
+]
 
 
 @app.command("list")
@@ -36,29 +39,44 @@ def show(session: Session, migration_id: Annotated[str, typer.Argument(metavar="
 @app.command("abort")
 @changing
 def abort(
-    session: Session, migration_id: Annotated[str, typer.Argument(metavar="MIGRATION")], wait: Wait = False
+    session: Session,
+    migration_id: Annotated[str, typer.Argument(metavar="MIGRATION")],
+    wait: Wait = False,
+    timeout: Timeout = None,
 ) -> None:
     """Stop a migration: waves that are past their cutover stay live."""
     result = session.change("POST", "migrations", migration_id, "abort")
     if wait:
-        _until_ended(session, migration_id)
+        _until_ended(session, migration_id, timeout)
         result = session.get("migrations", migration_id)
     session.emit(result, migration_table)
 
 
-def await_end(session: Session, migration_id: str) -> None:
-    """Wait for the end of a migration and show it. Exit code 4 when it did not get all its waves live."""
+def await_end(session: Session, migration_id: str, timeout_s: float | None = None) -> None:
+    """Wait for the end of a migration and show it. Exit code 4 when it did not get all its waves live, 5 when it did not
+    end within `timeout_s` seconds."""
     from eplane.errors import Conflict
 
-    _until_ended(session, migration_id)
+    _until_ended(session, migration_id, timeout_s)
     value = session.get("migrations", migration_id)
     session.emit(value, migration_table)
     if value.get("state") not in ENDED_WELL:
         raise Conflict(f"migration {migration_id} ended {value.get('state')}{_why(value)}")
 
 
-def _until_ended(session: Session, migration_id: str) -> None:
-    while session.get("migrations", migration_id).get("state") not in ENDED:
+def _until_ended(session: Session, migration_id: str, timeout_s: float | None) -> None:
+    """Says on standard error, once, when a pause holds the waves up: nobody but a person ends it."""
+    from eplane.errors import WaitEnded
+
+    limit = None if timeout_s is None else time.monotonic() + timeout_s
+    paused = False
+    while (state := session.get("migrations", migration_id).get("state")) not in ENDED:
+        before, paused = paused, bool(session.get("mode").get("paused"))
+        if paused and not before:
+            typer.echo(f"waiting: group {session.group} is paused, no wave cuts over until `eplane resume`", err=True)
+        if limit is not None and time.monotonic() >= limit:
+            why = ", the group is paused" if paused else ""
+            raise WaitEnded(f"migration {migration_id} has not ended after {timeout_s:g} s, it is {state}{why}")
         time.sleep(LOOK_S)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.migration import await_end, migration_table
+from api.cli.migration import Timeout, await_end, migration_table
 from api.cli.output import columns, facts, moment, number, size
 from api.cli.session import Session, changing, connected
 
@@ -22,13 +22,14 @@ def rebalance(
     policy: Annotated[str | None, typer.Option(help="Policy; default: the one of the group's settings.")] = None,
     execute: Execute = False,
     wait: Wait = False,
+    timeout: Timeout = None,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the policy; anyway=true: also without gain.")
     ] = None,
 ) -> None:
     """Compute a plan that levels the load. Dry by default: --execute carries it out."""
     body = {"policy": policy, "options": settings_of(option or [], "--option")}
-    _settle(session, session.change("POST", "plans", body=body), execute, wait)
+    _settle(session, session.change("POST", "plans", body=body), execute, wait, timeout)
 
 
 @changing
@@ -37,9 +38,10 @@ def rollback(
     epoch: Annotated[int, typer.Argument(min=0, help="The epoch whose placement is wanted back.")],
     execute: Execute = False,
     wait: Wait = False,
+    timeout: Timeout = None,
 ) -> None:
     """Plan the way back to an earlier epoch. Dry by default: --execute carries it out."""
-    _settle(session, session.change("POST", "rollback", body={"to_epoch": epoch}), execute, wait)
+    _settle(session, session.change("POST", "rollback", body={"to_epoch": epoch}), execute, wait, timeout)
 
 
 @app.command("list")
@@ -63,11 +65,12 @@ def execute_plan(
     plan_id: Annotated[str, typer.Argument(metavar="PLAN")],
     epoch: Annotated[int | None, typer.Option(min=0, help="Epoch you looked at; default: the plan's base.")] = None,
     wait: Wait = False,
+    timeout: Timeout = None,
 ) -> None:
     """Carry a proposed plan out."""
     base = session.get("plans", plan_id)["base_epoch"] if epoch is None else epoch
     started = session.change("POST", "plans", plan_id, "execute", if_match=base)
-    _follow(session, started, wait)
+    _follow(session, started, wait, timeout)
 
 
 @app.command("discard")
@@ -95,20 +98,20 @@ def settings_of(pairs: list[str], option: str) -> dict[str, Any]:
     return result
 
 
-def _settle(session: Session, proposed: dict[str, Any], execute: bool, wait: bool) -> None:
+def _settle(session: Session, proposed: dict[str, Any], execute: bool, wait: bool, timeout: float | None) -> None:
     """Show a proposal; with --execute start its migration under the epoch it was computed for."""
     plan = proposed.get("plan")
     if plan is None or not execute:
         session.emit(proposed, _proposal_table)
         return
     started = session.change("POST", "plans", plan["id"], "execute", if_match=plan["base_epoch"])
-    _follow(session, started, wait)
+    _follow(session, started, wait, timeout)
 
 
-def _follow(session: Session, started: dict[str, Any], wait: bool) -> None:
+def _follow(session: Session, started: dict[str, Any], wait: bool, timeout: float | None) -> None:
     migration = started.get("migration", started)
     if wait:
-        await_end(session, migration["id"] if isinstance(migration, dict) else str(migration))
+        await_end(session, migration["id"] if isinstance(migration, dict) else str(migration), timeout)
         return
     session.emit(started, lambda v: migration_table(v) if "id" in v else facts([("migration", v.get("migration"))]))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.daemon import EXIT_PRESENCE_LOST
+from agent.daemon import EXIT_SUPERSEDED
 from eplane.errors import LinkError
 from eplane.keys import AckKind
 from eplane.plan import LeaderEpoch
@@ -141,7 +141,7 @@ async def test_an_older_life_acknowledges_nothing_once_a_newer_one_is_here(
     async with running_agent(store, engine.folder) as older:
         await leader.adopt()
         async with running_agent(store, engine.folder):
-            assert await asyncio.wait_for(older, 10) == EXIT_PRESENCE_LOST
+            assert await asyncio.wait_for(older, 10) == EXIT_SUPERSEDED
             record = leader.wave(group.start, exchanged(group.start))
             group.hold = False
             await leader.order(record)

@@ -22,6 +22,7 @@ class SmallDesk:
         self.epoch = 3
         self.mode = "propose"
         self.paused = False
+        self.end_of_migrations = "DONE"
         self.no_plan: str | None = None
         self.refuses: str | None = None
         self.down = False
@@ -172,7 +173,14 @@ class SmallDesk:
             {"number": 1, "epoch": self.epoch + 1, "state": "STAGING", "moves": 2, "bytes": 2048, "verified": ["n0"]}
         ]
         name = f"m{len(self.migrations_by_id) + 1}"
-        migration = {"id": name, "plan": plan_id, "state": "RUNNING", "ends": "DONE", "waves": waves, "live": 0}
+        migration = {
+            "id": name,
+            "plan": plan_id,
+            "state": "RUNNING",
+            "ends": self.end_of_migrations,
+            "waves": waves,
+            "live": 0,
+        }
         self.migrations_by_id[migration["id"]] = migration
         return dict(migration)
 

@@ -208,6 +208,21 @@ def test_a_migration_that_does_not_get_through_is_a_conflict(eplane: Command, co
     session.close()
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_waiting_has_an_end_and_says_what_holds_it_up(
+    eplane: Command, controller: SmallController, paused: bool
+) -> None:
+    small = controller.small
+    small.paused, small.end_of_migrations = paused, "RUNNING"
+    code, out, err = eplane("rebalance", "--execute", "--wait", "--timeout", "0.6")
+    assert (code, out) == (5, "")
+    held = "waiting: group g is paused, no wave cuts over until `eplane resume`\n" if paused else ""
+    assert (
+        err
+        == f"{held}eplane: migration m1 has not ended after 0.6 s, it is RUNNING{', the group is paused' * paused}\n"
+    )
+
+
 BAD_INPUT = [
     ("nonsense",),
     ("status", "--nonsense"),

@@ -95,6 +95,22 @@ def test_an_election_is_waited_for() -> None:
     assert len(set(keys)) == 1
 
 
+def test_a_controller_that_stands_still_costs_a_reader_its_part_of_the_patience_and_no_more() -> None:
+    """A change may take longer: a plan is computed before it is answered."""
+    allowed: dict[str, float] = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        allowed[request.method] = request.extensions["timeout"]["read"]
+        return httpx.Response(200, json={"paused": True})
+
+    urls = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    for given, patience_s, reads in ((urls[:1], 10.0, 10.0), (urls, 10.0, 5.0), (urls, 0.0, 2.0), (urls, 900.0, 60.0)):
+        with Client(ClientSettings(given, patience_s=patience_s), httpx.MockTransport(answer)) as client:
+            client.get("/health")
+            client.change("POST", PAUSE, WHY)
+        assert allowed == {"GET": reads, "POST": 60.0}
+
+
 def test_a_refusal_is_not_tried_again() -> None:
     tries: list[str] = []
 

@@ -66,6 +66,14 @@ def test_restart_policies(supervisor: Supervisor) -> None:
     assert supervisor.state("ended-well").restarts == 0
 
 
+def test_who_says_that_it_must_not_run_again_does_not(supervisor: Supervisor) -> None:
+    said = ("sh", "-c", "echo superseded; exit 76")
+    supervisor.start(ProcessSpec("older", said, final_codes=frozenset({76})))
+    supervisor.start(ProcessSpec("other", said, final_codes=frozenset({75})))
+    wait_until(lambda: supervisor.state("other").restarts >= 2)
+    assert (supervisor.state("older").restarts, supervisor.state("older").last_code) == (0, 76)
+
+
 def test_backoff_grows_and_is_bounded() -> None:
     backoff = Backoff(first_s=0.5, most_s=4.0)
     assert [backoff.wait_s(n) for n in range(5)] == [0.5, 1.0, 2.0, 4.0, 4.0]

@@ -475,6 +475,41 @@ async def test_settings_change_while_it_runs_and_bad_ones_name_their_field(rig: 
         await leader.desk.propose(None, "ops", "", {"drained": [0]})
 
 
+async def test_a_mode_that_starts_nothing_says_what_still_runs(rig: Rig) -> None:
+    leader = await loaded(rig)
+    assert await leader.desk.set_mode("propose", "ops", "") == {"mode": "propose"}
+    await leader.desk.set_mode("auto", "ops", "")
+    assert (await leader.cycle()).kind is VerdictKind.STARTED
+    (record,) = leader.group.state.migrations()
+    told = await leader.desk.set_mode("off", "ops", "")
+    assert told["mode"] == "off"
+    assert told["note"] == (
+        f"migration {record.id} is running; it ends by itself; abort it with: eplane migration abort {record.id} -g g"
+    )
+    assert await leader.desk.set_mode("auto", "ops", "") == {"mode": "auto"}
+    await leader.desk.set_mode("off", "ops", "")
+    assert await finish(rig, leader) is MigrationState.DONE
+
+
+async def test_cells_that_a_rank_can_not_free_are_an_anomaly(rig: Rig) -> None:
+    leader = await loaded(rig)
+    assert "cells_wait" not in {a["kind"] for a in await leader.desk.anomalies()}
+    body = rig.nodes.body("n0")
+    body["statuses"][1]["waits"] = "2 cells of wave 1 are still read by other ranks (layer 0, expert 3)"
+    await leader.desk.ingest(body)
+    (found,) = [a for a in await leader.desk.anomalies() if a["kind"] == "cells_wait"]
+    assert found["sentence"] == "rank 1: 2 cells of wave 1 are still read by other ranks (layer 0, expert 3)"
+
+
+async def test_a_verdict_says_which_balancedness_was_measured_and_which_is_predicted(rig: Rig) -> None:
+    leader = await loaded(rig, min_gain=0.99)
+    told = (await leader.cycle()).sentence
+    measured, predicted = told.split("; ", 1)
+    assert measured.startswith("measured balancedness 0.")
+    assert ": predicted balancedness 0." in predicted
+    assert told.count("balancedness") == 2
+
+
 async def test_settings_that_no_placement_can_meet_are_refused_at_once(rig: Rig) -> None:
     """12 slots for 8 experts on 4 ranks of 2 nodes. Without a world nothing is known yet, and all is taken."""
     alone = await rig.lead()
