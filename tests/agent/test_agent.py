@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.daemon import EXIT_SUPERSEDED
+from agent.daemon import EXIT_PRESENCE_LOST, EXIT_SUPERSEDED
 from eplane.errors import LinkError
 from eplane.keys import AckKind
 from eplane.plan import LeaderEpoch
 from eplane.records import PresenceRecord, decode
+from eplane.store.base import Delete, Exists
 from eplane.store.memory import MemoryStore
 from eplane.wave import WaveState
 from runtime.link.client import LinkClient
@@ -150,6 +151,24 @@ async def test_an_older_life_acknowledges_nothing_once_a_newer_one_is_here(
             assert said is not None
             assert here is not None
             assert said.incarnation == here.incarnation
+
+
+async def test_two_agents_of_a_node_do_not_take_it_from_each_other(
+    store: MemoryStore, engine: Engine, leader: Leader, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newer one has the node once and for all; a presence that is lost to nobody is claimed again by another start."""
+    async with running_agent(store, engine.folder) as older:
+        await leader.adopt()
+        async with running_agent(store, engine.folder) as newer:
+            assert await asyncio.wait_for(older, 10) == EXIT_SUPERSEDED
+            said = [r.getMessage() for r in caplog.records if "superseded" in r.getMessage()]
+            here = await presence(store)
+            assert here is not None
+            assert len(said) == 1
+            assert said[0].startswith(f"superseded: agent life {here.incarnation} has taken node ")
+            assert said[0].endswith("ends and must not be started again")
+            await store.transact([Exists(KEYS.agent(here.node))], [Delete(KEYS.agent(here.node))])
+            assert await asyncio.wait_for(newer, 10) == EXIT_PRESENCE_LOST
 
 
 async def test_a_new_life_of_the_ranks_is_found_again(store: MemoryStore, engine: Engine, leader: Leader) -> None:

@@ -52,6 +52,8 @@ def test_the_other_parts_understand_their_command_lines(tmp_path: Path) -> None:
     given = parse(list(specs["agent-n1"].argv[3:]))
     assert (given.group, given.node, given.ttl) == ("default", "n1", 2.5)
     assert given.link_dir == stack.link_dir("n1")
+    assert specs["agent-n1"].final_codes == {76}
+    assert not specs["runtime-n1"].final_codes
     parser = argparse.ArgumentParser()
     _add_serve(parser)
     options = _options(parser.parse_args(list(specs["runtime-n1"].argv[4:])))

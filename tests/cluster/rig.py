@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from api.client import Client, ClientSettings, path_of
 from api.supervise import Backoff, ProcessEvent, ProcessSpec, Restart, Supervisor
-from eplane.errors import ApiProblem
+from eplane.errors import ApiProblem, Superseded
 from eplane.keys import GroupKeys
 from eplane.migration import FINAL, MigrationState
 from eplane.records import EpochPointer, HistoryRecord, LeaderRecord, PresenceRecord, Record, decode
@@ -177,7 +177,10 @@ class Cluster:
             argv += ["--link-dir", str(self.folder / "link" / node), "--ttl", f"{TTL_S}"]
         env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         crash = next((text for prefix, text in self._crash.items() if name.startswith(prefix)), "")
-        return ProcessSpec(name, (sys.executable, *argv), {**env, "EPLANE_CRASH": crash}, stop_grace_s=5.0)
+        env["EPLANE_CRASH"] = crash
+        # As the one-machine stack has it: who was superseded is not started again.
+        final = frozenset({Superseded.exit_code})
+        return ProcessSpec(name, (sys.executable, *argv), env, stop_grace_s=5.0, final_codes=final)
 
     def restart(self, *names: str, restart: Restart = Restart.ALWAYS, **crash: str) -> None:
         """Anew, with other crash points: `restart("n0", n="agent.arm.before:kill")`."""

@@ -236,19 +236,23 @@ def agent_stopped_past_its_ttl(cluster: Cluster) -> MigrationState:
 def agent_goes_on_after_its_successor(cluster: Cluster) -> tuple[MigrationState, int | None]:
     """The agent of n1 stands still while a wave switches; another life of it finishes; then the old one goes on.
 
-    Also returns the exit code that the old life ended with. Its supervisor then starts it anew, and it takes its node
-    back from the life that stood in.
+    Also returns the exit code that the old life ended with. It is not started again, though its supervisor restarts what
+    dies: the life that stood in keeps the node.
     """
     migration = cut_and_held(cluster)
     old = cluster.signal("n1", signal.SIGSTOP)
-    was = cluster.see().agents["n1"].incarnation
+    was, restarts = cluster.see().agents["n1"].incarnation, cluster.supervisor.state("n1").restarts
     cluster.supervisor.start(replace(cluster.spec("n1.stand-in"), restart=Restart.NEVER))
     until(lambda: _newer(cluster.now(), "n1", was), "the stand-in")
     cluster.hold_switch.unlink()
     outcome = cluster.ended(migration)
     cluster.signal("n1", signal.SIGCONT)
-    until(lambda: not cluster.supervisor.state("n1.stand-in").running, "the end of the stand-in")
+    until(lambda: not cluster.supervisor.state("n1").running, "the end of the old life")
     at_rest(cluster)
+    if cluster.supervisor.state("n1").restarts != restarts or not cluster.supervisor.state("n1.stand-in").running:
+        raise AssertionError(f"the old life of n1 took its node back: {cluster.supervisor.states()}")
+    cluster.supervisor.stop("n1.stand-in")
+    cluster.restart("n1")
     return outcome, next(e.code for e in cluster.events if e.pid == old and e.kind is EventKind.ENDED)
 
 

@@ -98,7 +98,7 @@ def test_an_agent_that_is_stopped_past_its_ttl(cluster: Cluster) -> None:
 
 
 def test_an_old_agent_that_goes_on_after_its_successor_commands_nothing_and_ends(cluster: Cluster) -> None:
-    assert agent_goes_on_after_its_successor(cluster) == (DONE, 75)
+    assert agent_goes_on_after_its_successor(cluster) == (DONE, 76)
 
 
 def test_an_abort_half_way_leaves_what_is_live(cluster: Cluster) -> None:
