@@ -132,6 +132,19 @@ def _seconds(
     return slow, fast, weight * float(np.nansum(unit * (nodes[0] - nodes[1])))
 
 
+def nodes_worth(
+    world: World, load: FloatLoad, before: Split, after: Split, weight: float | None, routings: Any
+) -> float:
+    """Tokens of the fullest ranks, summed over layers, that fewer nodes touched are worth at `weight`; below 0 for more.
+
+    0 where the weight is left to the hardware, or where too few routings tell.
+    """
+    nodes = None if weight is None else _nodes(_problem(world, load, None, routings), load, before, after)
+    if weight is None or nodes is None:
+        return 0.0
+    return weight * float(np.nansum(load.sum(axis=1) / world.ranks * (nodes[0] - nodes[1])))
+
+
 def weigh(part: float, gain_s: float, cost_s: float, settings: GroupSettings) -> tuple[bool, str]:
     """Whether a change pays that saves `part` of the step time, so `gain_s` over the horizon, and costs `cost_s`; and why."""
     if not np.isfinite([part, gain_s, cost_s]).all():

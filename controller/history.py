@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from controller.decide import Decider
 from controller.facts import Facts
+from controller.gate import Split, nodes_worth
 from controller.state import GroupState
 from controller.term import Term, put
 from eplane.clock import Clock
@@ -25,7 +26,7 @@ _OPS_AT_ONCE = 40
 async def measure(state: GroupState, term: Term, decider: Decider, facts: Facts) -> float | None:
     """Fill in what the last migration gained: true peaks against those that the same load had had before it.
 
-    Seconds over the horizon, like the prediction. None while there is nothing to measure yet.
+    Seconds over the horizon, like the prediction, with nodes touched weighed as it weighed them. None while there is nothing to measure yet.
     """
     record = state.histories().get(facts.pointer.epoch)
     if record is None or record.made_by is not HistoryKind.WAVE or record.plan is None:
@@ -45,7 +46,11 @@ async def measure(state: GroupState, term: Term, decider: Decider, facts: Facts)
     shares = await decider.shares(replace(facts, seen=earlier), base)
     before = sum(float(base.rank_load(seen.window.total, shares).max(axis=1).sum()) for seen in since.window)
     after = sum(float(seen.rank_load.max(axis=1).sum()) for seen in since.window)
-    gain = (1 - after / before) * facts.settings.horizon_s if before > 0 else 0.0
+    saved = nodes_worth(
+        facts.world, since.load, Split(base, shares), await decider.split(since, facts.placement),
+        facts.settings.cross_node_weight, since.routings,
+    )  # fmt: skip
+    gain = (1 - (after - saved) / before) * facts.settings.horizon_s if before > 0 else 0.0
     key = state.keys.history(record.epoch)
     await term.apply(put(key, encode(replace(record, measured_gain_s=gain)), state.unchanged(key)))
     return gain

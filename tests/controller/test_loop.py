@@ -341,6 +341,29 @@ async def test_what_a_migration_truly_gained_is_filled_in(rig: Rig) -> None:
     assert (await leader.desk.migration(line["id"]))["measured_gain_s"] == record.measured_gain_s
 
 
+async def test_what_a_migration_gained_counts_nodes_as_the_prediction_did(rig: Rig) -> None:
+    """128 sampled tuples of the ranks say that experts 0 and 1 fire together, and 2 and 3."""
+    rig.nodes.samples = True
+    gains: list[float] = []
+    for weight in (0.0, 2.0):
+        await settings(rig.store, **{**BASE, "cross_node_weight": weight, "min_gain": 0, "policy": "eplb"})
+        leader = await rig.lead(f"c{weight:g}")
+        await rig.nodes.report(leader.desk)
+        await leader.turns()
+        await rig.nodes.report(leader.desk, tilted(4 * len(gains)), 16)
+        assert (await leader.cycle()).kind is VerdictKind.STARTED
+        assert await finish(rig, leader) is MigrationState.DONE
+        await rig.nodes.report(leader.desk, tilted(4 * len(gains)), 16)
+        await leader.cycle()
+        pointer = leader.group.state.epoch()
+        assert pointer is not None
+        record = leader.group.state.histories()[pointer.epoch]
+        assert record.measured_gain_s is not None
+        assert record.predicted_gain_s is not None
+        assert record.measured_gain_s == pytest.approx(record.predicted_gain_s, rel=0.1)
+        gains.append(record.measured_gain_s)
+
+
 async def test_limits_hold_across_a_change_of_leader(rig: Rig) -> None:
     leader = await migrated(rig)
     moved = sum(sum(m.moves.values()) for m in leader.group.state.moves())
