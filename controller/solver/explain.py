@@ -9,6 +9,7 @@ from controller.solver.measure import came_to, count_moves, even_shares, rank_lo
 from controller.solver.problem import Bools, Floats, Ints, Problem
 
 TOLD = 3
+MENDED = "what is placed breaks a hard goal and is mended first; "
 ORDINALS = ("no", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
 
 
@@ -18,25 +19,31 @@ def explain_layers(
     """One sentence a layer. Loads are forecast rank loads over their mean, even split."""
     before, after = _peaks(problem, seen, start), _peaks(problem, seen, placement)
     moves = count_moves(problem.prior, placement, problem.ranks, problem.experts)
-    came, went = _changes(problem, start, placement), _changes(problem, placement, start)
+    prior = start if problem.prior is None else problem.prior
+    mended = (start != prior).any(axis=1)
+    came, went = _changes(problem, prior, placement), _changes(problem, placement, prior)
     sentences = []
     for layer in range(problem.layers):
-        here = f"layer {layer}: "
+        here = f"layer {layer}: " + (MENDED if mended[layer] else "")
         change = f"predicted max load {before[layer]:.2f} -> {after[layer]:.2f}"
+        told = _told(problem, prior[layer], came.get(layer, []), went.get(layer, []))
         if problem.prior is None:
             sentences.append(f"{here}placed from scratch, predicted max load {after[layer]:.2f}")
         elif still[layer]:
-            sentences.append(f"{here}not enough tokens to act on, stays (low confidence)")
+            few = "not enough tokens to act on (low confidence), "
+            sentences.append(here + few + (f"{told}: {_moves(moves[layer])}" if moves[layer] else "stays"))
         elif layer in anew:
-            sentences.append(
-                f"{here}placed anew, ranks relabelled to keep what they hold: {change}, {moves[layer]} moves"
-            )
+            kept = "placed anew, ranks relabelled to keep what they hold"
+            sentences.append(f"{here}{kept}: {change}, {_moves(moves[layer])}")
         elif not moves[layer]:
             sentences.append(f"{here}stays, no change pays for its moves (predicted max load {after[layer]:.2f})")
         else:
-            told = _told(problem, start[layer], came.get(layer, []), went.get(layer, []))
-            sentences.append(f"{here}{told}: {change}, {moves[layer]} moves")
+            sentences.append(f"{here}{told}: {change}, {_moves(moves[layer])}")
     return sentences
+
+
+def _moves(count: int) -> str:
+    return "1 move" if count == 1 else f"{count} moves"
 
 
 def _changes(problem: Problem, before: Ints, after: Ints) -> dict[int, list[tuple[int, int]]]:
@@ -60,9 +67,8 @@ def _told(problem: Problem, before: Ints, came: list[tuple[int, int]], went: lis
         else:
             copies[expert] += 1
             parts.append(f"expert {expert} gets a {_ordinal(int(copies[expert]))} copy on rank {where}")
-    if not parts:
-        return "a hard goal asks for it"
-    more = [f"{len(parts) - TOLD} more changes"] if len(parts) > TOLD else []
+    rest = len(parts) - TOLD
+    more = ["1 more change" if rest == 1 else f"{rest} more changes"] if rest > 0 else []
     return ", ".join(parts[:TOLD] + more)
 
 

@@ -126,6 +126,10 @@ class _Layer:
             if layer == self.layer and expert not in self.table[rank]:
                 self._pin(expert, rank)
         self._trim()
+        if p.spread > 1:
+            # Copies that may not stay where they are must not hold places that the last copy of another needs.
+            for expert in range(p.experts):
+                self._thin(expert)
         for expert in np.argsort(-self.load, kind="stable").tolist():
             while self._copies(expert) < p.min_replicas[self.layer, expert]:
                 if not self._place(expert):
@@ -269,23 +273,33 @@ class _Layer:
             self.table[place] = self.table[before]
             place = before
 
+    def _thin(self, expert: int) -> None:
+        """Drop copies that share a node while there are more than needed and they lie on too few nodes."""
+        while self._copies(expert) > self.problem.min_replicas[self.layer, expert] and self._drop_shared(expert):
+            pass
+
+    def _drop_shared(self, expert: int) -> bool:
+        """Drop one copy that shares its node, if the copies lie on too few nodes. False if they do not, or none may go."""
+        p, pins = self.problem, self._pins()
+        ranks = np.flatnonzero((self.table == expert).any(axis=1))
+        nodes = p.node_of_rank[ranks]
+        if np.unique(nodes).size >= min(p.spread, ranks.size):
+            return False
+        shared = [r for r in ranks.tolist() if (nodes == p.node_of_rank[r]).sum() > 1 and (expert, r) not in pins]
+        if not shared:
+            return False
+        row = self.table[shared[-1]]
+        row[int(np.flatnonzero(row == expert)[0])] = EMPTY
+        return True
+
     def _spread(self, expert: int) -> None:
         p = self.problem
-        pins = self._pins()
-        while True:
-            ranks = np.flatnonzero((self.table == expert).any(axis=1))
-            nodes = p.node_of_rank[ranks]
-            if np.unique(nodes).size >= min(p.spread, ranks.size):
-                return
-            shared = [r for r in ranks.tolist() if (nodes == p.node_of_rank[r]).sum() > 1 and (expert, r) not in pins]
-            if not shared:
+        while not self._keeps_spread(expert, None, None):
+            if not self._drop_shared(expert):
                 raise Infeasible(
                     "spread", f"layer {self.layer}: the copies of expert {expert} are pinned to too few nodes"
                 )
-            row = self.table[shared[-1]]
-            place = int(np.flatnonzero(row == expert)[0])
-            row[place] = EMPTY
-            if ranks.size - 1 >= p.min_replicas[self.layer, expert]:
+            if self._copies(expert) >= p.min_replicas[self.layer, expert]:
                 continue
             if not self._place(expert, self._new_nodes(expert)):
                 raise Infeasible("spread", f"layer {self.layer}: no other node has room for a copy of expert {expert}")

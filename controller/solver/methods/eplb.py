@@ -15,7 +15,7 @@ import numpy as np
 
 from controller.solver.answer import Answer
 from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy
-from controller.solver.repair import repair
+from controller.solver.repair import keep_places, repair
 
 
 def pack(weights: Sequence[float], rooms: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -161,6 +161,8 @@ class EplbPolicy:
         greedy = eplb_placement(problem, load, hierarchical)
         apart = separate(problem, greedy, load, hierarchical)
         placement = fill_gaps(problem, repair(problem, apart, load), load)
+        if problem.fixed_slots:
+            placement = keep_places(problem, placement)
         changed = int((placement != greedy).any(axis=1).sum())
         strategy = "hierarchical" if hierarchical else "global"
         decisions = [f"{strategy} greedy from scratch on the load window"]
