@@ -18,7 +18,10 @@ def solve(
     policy: Annotated[str | None, typer.Option(help="Instead of the policy that the problem names.")] = None,
     table: Annotated[bool, typer.Option("--table", help="A summary for people instead of the answer as JSON.")] = False,
 ) -> None:
-    """Solve a placement problem. Exit code 2: the problem can not be read; 3: no placement meets its goals."""
+    """Solve a placement problem. Exit code 2: the problem can not be read; 3: no placement meets its goals.
+
+    Needed are load (or experts), ranks and slots_per_rank. All fields, and an example: docs/cli.md, "Placement problems".
+    """
     import json
 
     from api.port import plain
@@ -43,18 +46,31 @@ def read_json(path: Path) -> Any:
     """A JSON file, or standard input for '-'. Raises BadInput in one sentence."""
     import json
     import sys
+    from functools import partial
 
     from eplane.errors import BadInput
 
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=partial(_no_twins, path))
     except OSError as error:
         raise BadInput(f"{path} can not be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not JSON: {error}") from None
     except MemoryError:
         raise BadInput(f"{path} does not fit into memory") from None
+
+
+def _no_twins(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ: of two that are the same, one would be dropped without a word."""
+    from eplane.errors import BadInput
+
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise BadInput(f"{path}: {name!r:.60} stands twice in one object")
+        result[name] = value
+    return result
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from controller.solver.parse_ranks import (
-    MAX_RANKS,
     read_capacity,
     read_drained,
     read_in_flight,
@@ -22,6 +21,7 @@ from controller.solver.parse_ranks import (
 from controller.solver.parse_samples import read_routing_sample
 from controller.solver.parse_values import array, boolean, integer, member, optional_integer, optional_number, text
 from controller.solver.problem import Floats, Problem, RankCost, ShareMode, Strategy, frozen
+from controller.solver.size import MAX_LOADS, MAX_RANKS, check_held, check_loads
 from eplane.errors import ProblemError
 
 FIELDS = frozenset(
@@ -79,6 +79,7 @@ def parse(raw: Mapping[str, Any]) -> Problem:
     load = _load(raw)
     layers, experts = load.shape[1:]
     ranks = integer(raw, "ranks", None, 1, MAX_RANKS)
+    check_held(layers, ranks, experts)
     slots = read_slots(raw.get("slots_per_rank"), layers, ranks)
     groups = integer(raw, "groups", 1, 1, experts)
     if experts % groups:
@@ -140,7 +141,9 @@ def _load(raw: Mapping[str, Any]) -> Floats:
     if value is None:
         if raw.get("experts") is None:
             raise ProblemError("load", "is missing (or null without `experts`)")
-        return np.zeros((1, integer(raw, "layers", 1, 1, 100_000), integer(raw, "experts", None, 1, 1_000_000)))
+        layers, experts = integer(raw, "layers", 1, 1, MAX_LOADS), integer(raw, "experts", None, 1, MAX_LOADS)
+        check_loads("experts", layers, experts)
+        return np.zeros((1, layers, experts))
     load = array(value, field)
     if load.ndim == 2:
         load = load[None]
@@ -150,6 +153,7 @@ def _load(raw: Mapping[str, Any]) -> Floats:
         )
     if min(load.shape) < 1:
         raise ProblemError(field, f"is empty: shape {list(load.shape)}, there are no MoE layers to place")
+    check_loads(field, *load.shape[1:])
     if not np.isfinite(load).all():
         raise ProblemError(field, "holds NaN or infinity")
     if (load < 0).any():
@@ -158,6 +162,6 @@ def _load(raw: Mapping[str, Any]) -> Floats:
     if load.max() > 1e18:
         raise ProblemError(field, "is above 1e18 tokens")
     for name, size in (("layers", load.shape[1]), ("experts", load.shape[2])):
-        if raw.get(name) is not None and integer(raw, name, None, 1, 1_000_000) != size:
+        if raw.get(name) is not None and integer(raw, name, None, 1, MAX_LOADS) != size:
             raise ProblemError(name, f"is {raw[name]}, but {field} has {size}")
     return load

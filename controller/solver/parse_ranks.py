@@ -8,40 +8,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.solver.parse_values import array, integer, is_integer, listed
+from controller.solver.parse_values import array, integer, is_integer, listed, shown, whole
 from controller.solver.problem import EMPTY, Bools, Floats, Ints
+from controller.solver.size import MAX_RANKS, check_slots
 from eplane.errors import ProblemError
 
-MAX_RANKS = 65536
-MAX_CELLS = 1 << 31
+LEAST_SPEED, MOST_SPEED = 1e-3, 1e3
+MOST_COPIES = (1 << 31) - 1
 
 
 def read_slots(value: Any, layers: int, ranks: int) -> Ints:
     if value is None:
         raise ProblemError("slots_per_rank", "is missing")
-    raw = array(value, "slots_per_rank")
+    raw, integral = whole(value, "slots_per_rank")
     if raw.ndim == 1 and raw.shape != (ranks,):
-        raise ProblemError("slots_per_rank", f"has {raw.size} entries for {ranks} ranks")
+        raise ProblemError("slots_per_rank", _counted(raw.size, ranks, "rank"))
     if raw.ndim == 2 and raw.shape != (layers, ranks):
         raise ProblemError("slots_per_rank", f"has shape {list(raw.shape)}, [{layers}, {ranks}] is needed")
-    if raw.ndim > 2 or (raw.size and not np.equal(np.mod(raw, 1), 0).all()):
+    if raw.ndim > 2 or not integral:
         raise ProblemError("slots_per_rank", "must be a whole number, a list per rank or a list per layer and rank")
     if (raw < 0).any():
         raise ProblemError("slots_per_rank", "is negative")
     if raw.max() < 1:
         raise ProblemError("slots_per_rank", "is 0: ranks without slots can hold no expert")
-    if raw.max() * ranks * layers > MAX_CELLS:
-        raise ProblemError("slots_per_rank", f"gives more than {MAX_CELLS} slots")
+    check_slots(layers, ranks, float(raw.max()))
     return np.broadcast_to(raw, (layers, ranks)).astype(np.int32)
 
 
 def read_nodes(raw: Mapping[str, Any], ranks: int) -> Ints:
     given = raw.get("node_of_rank")
     if given is not None:
-        nodes = array(given, "node_of_rank")
+        nodes, integral = whole(given, "node_of_rank")
         if nodes.shape != (ranks,):
-            raise ProblemError("node_of_rank", f"has {nodes.size} entries for {ranks} ranks")
-        if not np.equal(np.mod(nodes, 1), 0).all() or (nodes < 0).any():
+            raise ProblemError("node_of_rank", _counted(nodes.size, ranks, "rank"))
+        if not integral or (nodes < 0).any():
             raise ProblemError("node_of_rank", "must hold whole numbers from 0")
         # Node names need not be dense; only which ranks share a node matters.
         dense = np.unique(nodes, return_inverse=True)[1]
@@ -51,7 +51,7 @@ def read_nodes(raw: Mapping[str, Any], ranks: int) -> Ints:
         return dense.astype(np.int32)
     count = integer(raw, "nodes", 1, 1, MAX_RANKS)
     if count > ranks:
-        raise ProblemError("nodes", f"is {count}, more than the {ranks} ranks")
+        raise ProblemError("nodes", f"is {count}, more than the {ranks} rank{'s' * (ranks != 1)}")
     if ranks % count:
         raise ProblemError("nodes", f"{ranks} ranks do not split evenly over {count} nodes; give node_of_rank")
     return (np.arange(ranks) // (ranks // count)).astype(np.int32)
@@ -61,7 +61,7 @@ def read_drained(value: Any, ranks: int) -> Bools:
     out = np.zeros(ranks, dtype=np.bool_)
     for rank in listed(value, "drained"):
         if not is_integer(rank) or not 0 <= rank < ranks:
-            raise ProblemError("drained", f"{rank!r} is not one of the {ranks} ranks")
+            raise ProblemError("drained", f"{shown(rank)} is not one of the {ranks} ranks")
         out[rank] = True
     if out.all():
         raise ProblemError("drained", "names every rank: no rank is left")
@@ -69,12 +69,17 @@ def read_drained(value: Any, ranks: int) -> Bools:
 
 
 def read_capacity(value: Any, ranks: int) -> tuple[Floats, Bools]:
-    """[R] speeds and the ranks of speed 0, which are as good as drained."""
+    """[R] speeds and the ranks of speed 0, which are as good as drained.
+
+    Others are within a range in which no time of a rank is lost beside another's or leaves single precision.
+    """
     raw = array(1.0 if value is None else value, "capacity")
     if raw.ndim > 1 or (raw.ndim == 1 and raw.shape != (ranks,)):
-        raise ProblemError("capacity", f"has {raw.size} entries for {ranks} ranks")
-    if not np.isfinite(raw).all() or (raw < 0).any():
-        raise ProblemError("capacity", "must be finite and not negative")
+        raise ProblemError("capacity", _counted(raw.size, ranks, "rank"))
+    if not ((raw == 0) | ((raw >= LEAST_SPEED) & (raw <= MOST_SPEED))).all():
+        raise ProblemError(
+            "capacity", f"must be {LEAST_SPEED:g} to {MOST_SPEED:g}, 1 is normal, or 0 for a rank to leave"
+        )
     if raw.max() <= 0:
         raise ProblemError("capacity", "is 0 on every rank")
     speeds = np.broadcast_to(raw, (ranks,)).astype(np.float64)
@@ -82,14 +87,14 @@ def read_capacity(value: Any, ranks: int) -> tuple[Floats, Bools]:
 
 
 def read_replicas(value: Any, field: str, default: int, layers: int, experts: int) -> Ints:
-    raw = array(default if value is None else value, field)
+    raw, integral = whole(default if value is None else value, field)
     if raw.ndim == 1 and raw.shape != (experts,):
-        raise ProblemError(field, f"has {raw.size} entries for {experts} experts")
+        raise ProblemError(field, _counted(raw.size, experts, "expert"))
     if raw.ndim == 2 and raw.shape != (layers, experts):
         raise ProblemError(field, f"has shape {list(raw.shape)}, [{layers}, {experts}] is needed")
-    if raw.ndim > 2 or not np.equal(np.mod(raw, 1), 0).all() or (raw < 1).any():
+    if raw.ndim > 2 or not integral or (raw < 1).any():
         raise ProblemError(field, "must be a whole number from 1, a list per expert or a list per layer and expert")
-    return np.broadcast_to(np.minimum(raw, MAX_RANKS), (layers, experts)).astype(np.int32)
+    return np.broadcast_to(np.minimum(raw, MOST_COPIES), (layers, experts)).astype(np.int32)
 
 
 def read_prior(value: Any, layers: int, experts: int, ranks: int, slots: Ints, per_rank: int) -> Ints | None:
@@ -97,7 +102,7 @@ def read_prior(value: Any, layers: int, experts: int, ranks: int, slots: Ints, p
     if value is None:
         return None
     if isinstance(value, np.ndarray) and value.shape == (layers, ranks * per_rank):
-        table = value
+        table = array(value, "prior")
     else:
         rows = listed(value, "prior")
         if rows and not isinstance(rows[0], Sequence | np.ndarray):
@@ -105,10 +110,10 @@ def read_prior(value: Any, layers: int, experts: int, ranks: int, slots: Ints, p
         if len(rows) != layers:
             raise ProblemError("prior", f"{len(rows)} layer{'s' * (len(rows) != 1)} given, {layers} needed")
         table = np.stack([_prior_row(row, i, slots[i], per_rank) for i, row in enumerate(rows)])
-    out = table.astype(np.int32)
-    if not np.equal(out, table).all() or out.min() < EMPTY or out.max() >= experts:
-        bad = next(x for x in table.ravel().tolist() if x != int(x) or not EMPTY <= x < experts)
-        raise ProblemError("prior", f"id {bad:g} out of range (0..{experts - 1}, -1 = empty)")
+    bad = table[~((table >= EMPTY) & (table < experts) & (np.floor(table) == table))]
+    if bad.size:
+        raise ProblemError("prior", f"id {bad[0]:g} out of range (0..{experts - 1}, -1 = empty)")
+    out: Ints = table.astype(np.int32)
     return out
 
 
@@ -116,13 +121,16 @@ def _prior_row(row: Any, layer: int, slots: Ints, per_rank: int) -> NDArray[Any]
     items = list(listed(row, f"prior[{layer}]"))
     ranks = len(slots)
     out = np.full((ranks, per_rank), EMPTY, dtype=np.float64)
-    if items and isinstance(items[0], Sequence | np.ndarray):
+    if any(isinstance(item, Sequence | np.ndarray) and not isinstance(item, str) for item in items):
         if len(items) != ranks:
-            raise ProblemError(f"prior[{layer}]", f"has {len(items)} ranks, {ranks} needed")
+            raise ProblemError(f"prior[{layer}]", f"has {len(items)} rank{'s' * (len(items) != 1)}, {ranks} needed")
         for rank, held in enumerate(items):
-            if len(held) > per_rank:
-                raise ProblemError(f"prior[{layer}]", f"rank {rank}: {len(held)} slots, at most {per_rank}")
-            out[rank, : len(held)] = array(list(held), f"prior[{layer}]")
+            ids = array(held, f"prior[{layer}]")
+            if ids.ndim != 1:
+                raise ProblemError(f"prior[{layer}]", f"rank {rank} must be a list of expert ids, as other ranks are")
+            if ids.size > per_rank:
+                raise ProblemError(f"prior[{layer}]", f"rank {rank}: {ids.size} slots, at most {per_rank}")
+            out[rank, : ids.size] = ids
         return out.reshape(-1)
     flat = array(items, f"prior[{layer}]")
     if flat.size == ranks * per_rank:
@@ -133,7 +141,7 @@ def _prior_row(row: Any, layer: int, slots: Ints, per_rank: int) -> NDArray[Any]
             out[rank, :count] = flat[start : start + count]
             start += count
         return out.reshape(-1)
-    raise ProblemError(f"prior[{layer}]", f"has {flat.size} slots, {ranks * per_rank} needed")
+    raise ProblemError(f"prior[{layer}]", f"has {flat.size} slot{'s' * (flat.size != 1)}, {ranks * per_rank} needed")
 
 
 def read_in_flight(value: Any, prior: Ints | None, per_rank: int, ranks: int, experts: int) -> Ints | None:
@@ -187,6 +195,11 @@ def read_spread(value: Any, nodes: int) -> int:
         return 1
     if value is True:
         return nodes
-    if not is_integer(value) or value < 1:
+    if not is_integer(value):
         raise ProblemError("spread", "must be true, false or a whole number of nodes")
-    return int(value)
+    return integer({"spread": value}, "spread", None, 1, MAX_RANKS)
+
+
+def _counted(entries: int, needed: int, of: str) -> str:
+    """Sentence for a list that is too short or too long."""
+    return f"has {entries} {'entry' if entries == 1 else 'entries'} for {needed} {of}{'s' * (needed != 1)}"

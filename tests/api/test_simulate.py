@@ -295,7 +295,7 @@ def test_recorded_windows_that_can_not_be_used(
 def test_too_little_memory_is_one_sentence(
     trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patched:

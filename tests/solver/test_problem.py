@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
-from controller.solver import Problem, least_redundant
+from controller.solver import Problem, least_redundant, solve
 from controller.solver.problem import ShareMode
 from eplane.errors import Infeasible, ProblemError
 
@@ -33,6 +34,10 @@ def test_a_plain_problem_is_read() -> None:
         ({"load": [[1, -2, 3, 4]]}, "load"),
         ({"load": [[1, float("nan"), 3, 4]]}, "load"),
         ({"load": [[1, "x", 3, 4]]}, "load"),
+        ({"load": [[1, True, 3, 4]]}, "load"),
+        ({"load": [[1, None, 3, 4]]}, "load"),
+        ({"load": [[1, 10**400, 3, 4]]}, "load"),
+        ({"load": [[1, 2, 3, 4], np.array([True, False, True, True])]}, "load"),
         ({"loads": [[[1]]]}, "loads"),
         ({"experts": 5}, "experts"),
         ({"ranks": 0}, "ranks"),
@@ -45,6 +50,10 @@ def test_a_plain_problem_is_read() -> None:
         ({"slots_per_rank": [3, 2.5]}, "slots_per_rank"),
         ({"slots_per_rank": -1}, "slots_per_rank"),
         ({"slots_per_rank": None}, "slots_per_rank"),
+        ({"slots_per_rank": float("inf")}, "slots_per_rank"),
+        ({"slots_per_rank": float("nan")}, "slots_per_rank"),
+        ({"max_replicas": float("inf")}, "max_replicas"),
+        ({"node_of_rank": [0, float("inf")]}, "node_of_rank"),
         ({"nodes": 3}, "nodes"),
         ({"node_of_rank": [0]}, "node_of_rank"),
         ({"node_of_rank": [0, -1]}, "node_of_rank"),
@@ -56,6 +65,11 @@ def test_a_plain_problem_is_read() -> None:
         ({"capacity": [1]}, "capacity"),
         ({"capacity": [1, -1]}, "capacity"),
         ({"capacity": 0}, "capacity"),
+        ({"capacity": 1e40}, "capacity"),
+        ({"capacity": [1e-320, 1]}, "capacity"),
+        ({"capacity": [1, float("inf")]}, "capacity"),
+        ({"capacity": [1, float("nan")]}, "capacity"),
+        ({"capacity": [1, True]}, "capacity"),
         ({"min_replicas": 0}, "min_replicas"),
         ({"min_replicas": [1, 2]}, "min_replicas"),
         ({"min_replicas": 2, "max_replicas": 1}, "min_replicas"),
@@ -63,11 +77,24 @@ def test_a_plain_problem_is_read() -> None:
         ({"prior": [[0, 1, 2, 3, 0, 1]]}, "prior"),
         ({"prior": [[0, 1], [0, 1]]}, "prior[0]"),
         ({"prior": [[[0, 1, 2]], [[0, 1, 2]]]}, "prior[0]"),
+        ({"prior": [[[0, 1, 2], 3]] * 2}, "prior[0]"),
+        ({"prior": [[0, [1, 2, 3]]] * 2}, "prior[0]"),
+        ({"prior": [[[0, 1, 2], None]] * 2}, "prior[0]"),
+        ({"prior": [[[0, 1, 2], [[3, 0], [1, 2]]]] * 2}, "prior[0]"),
+        ({"prior": [[[0, 1, 2], [3, 0, 1, 2]]] * 2}, "prior[0]"),
+        ({"prior": [[0, 1, 2, 3, True, 1]] * 2}, "prior[0]"),
+        ({"prior": [[0, 1, 2, 3, 1e30, 1]] * 2}, "prior"),
+        ({"prior": [[0, 1, 2, 3, float("nan"), 1]] * 2}, "prior"),
+        ({"prior": [[0, 1, 2, 3, 0.5, 1]] * 2}, "prior"),
+        ({"prior": np.full((2, 6), 1e30)}, "prior"),
         ({"in_flight": [{"layer": 0}]}, "in_flight"),
         ({"pinned": [{"expert": 4, "rank": 0}]}, "pinned[0].expert"),
         ({"pinned": [{"expert": 1, "rank": 2}]}, "pinned[0].rank"),
         ({"pinned": [7]}, "pinned[0]"),
         ({"spread": 0}, "spread"),
+        ({"spread": 3_000_000_000}, "spread"),
+        ({"bundle_bytes": 1e300}, "bundle_bytes"),
+        ({"move_weight": 10**400}, "move_weight"),
         ({"shares": "some"}, "shares"),
         ({"policy": 3}, "policy"),
         ({"strategy": "best"}, "strategy"),
@@ -87,6 +114,66 @@ def test_a_refusal_names_its_field(change: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
     assert caught.value.exit_code == 2
     assert str(caught.value).startswith(field)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"load": [[1]], "ranks": 8193}, "ranks: is 8193, must be 1 to 8192"),
+        (
+            {"load": None, "experts": 1_000_000, "layers": 100_000},
+            "experts: makes 100000 layers x 1000000 experts, 100000000000 in all; at most 4194304 can be solved",
+        ),
+        (
+            {"load": None, "experts": 1_000_000, "ranks": 8192, "slots_per_rank": 16},
+            "ranks: makes 1 layer x 8192 ranks x 1000000 experts, 8192000000 in all; at most 134217728",
+        ),
+        (
+            {"slots_per_rank": 1_000_000_000},
+            "slots_per_rank: makes 2 layers x 2 ranks x 1000000000 slots, 4000000000 in all; at most 16777216",
+        ),
+        ({"slots_per_rank": 1e300}, "slots_per_rank: makes 2 layers x 2 ranks x 1e+300 slots"),
+    ],
+)
+def test_what_is_too_large_is_refused_before_anything_is_made_for_it(change: dict[str, Any], says: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProblemError) as caught:
+            Problem.from_dict({**GOOD, **change})
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(("layers", "ranks"), [(64, 1024), (94, 2048)])
+def test_the_largest_models_are_within_the_limits(layers: int, ranks: int) -> None:
+    p = Problem.from_dict({"load": None, "experts": 512, "layers": layers, "ranks": ranks, "slots_per_rank": 8})
+    assert p.slots == ranks * 8
+
+
+def test_speeds_at_the_ends_of_their_range_are_solved() -> None:
+    p = Problem.of([[9, 4, 4, 2, 2, 1]], 4, 2, capacity=[1e-3, 1, 1e3, 0], prior=[0, 1, 2, 3, 4, 5, 0, 1])
+    answer = solve(p)
+    assert answer.balancedness[0] > 0
+    assert p.drained.tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"slots_per_rank": [3]}, "has 1 entry for 2 ranks"),
+        ({"min_replicas": [1]}, "has 1 entry for 4 experts"),
+        ({"ranks": 1, "nodes": 2}, "is 2, more than the 1 rank"),
+        ({"prior": [[[0, 1, 2]]] * 2}, "has 1 rank, 2 needed"),
+        ({"prior": [[0]] * 2}, "has 1 slot, 6 needed"),
+    ],
+)
+def test_one_is_told_as_one(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        Problem.from_dict({**GOOD, **change})
+    assert str(caught.value).endswith(says)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""How large a problem may be: refused before its arrays are made, with the field, its size and the limit.
+
+The limits follow from the largest arrays of a solve. For each layer, rank and expert: one byte that says who holds what,
+and eight while copies are counted by node (1.1 GiB at the limit). For each slot: about ten numbers of eight bytes. For
+each layer and expert: sixteen scenarios of four bytes and a few numbers of eight. For each pair of ranks: a few bytes.
+94 layers of 512 experts on 2,048 ranks are within all of them, and took 1.1 GiB.
+"""
+
+from __future__ import annotations
+
+from eplane.errors import ProblemError
+
+MAX_RANKS = 8192
+MAX_LOADS = 1 << 22
+MAX_HELD = 1 << 27
+MAX_SLOTS = 1 << 24
+
+
+def check_loads(field: str, layers: int, experts: int) -> None:
+    """Raise ProblemError where the load of one window is too large."""
+    _check(field, f"{layers} layers x {experts} experts", layers * experts, MAX_LOADS)
+
+
+def check_held(layers: int, ranks: int, experts: int) -> None:
+    """Raise ProblemError where it would take too much to say which rank holds which expert."""
+    what = f"{layers} layer{'s' * (layers != 1)} x {ranks} ranks x {experts} experts"
+    _check("ranks", what, layers * ranks * experts, MAX_HELD)
+
+
+def check_slots(layers: int, ranks: int, per_rank: float) -> None:
+    """Raise ProblemError where the table of a placement is too large."""
+    what = f"{layers} layer{'s' * (layers != 1)} x {ranks} ranks x {per_rank:.15g} slots"
+    _check("slots_per_rank", what, layers * ranks * per_rank, MAX_SLOTS)
+
+
+def _check(field: str, what: str, size: float, limit: int) -> None:
+    if size > limit:
+        raise ProblemError(field, f"makes {what}, {size:.15g} in all; at most {limit} can be solved")
