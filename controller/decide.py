@@ -198,8 +198,12 @@ class Decider:
         best = check_shares(placement, await self.shares(facts, placement))
         if out is None:
             return best
-        gained = level(facts.load, Split(placement, best)) - level(facts.load, Split(placement, out))
+        gained = self._level(facts, placement, best) - self._level(facts, placement, out)
         return best if gained > LEAST_SHARE_GAIN else out
+
+    @staticmethod
+    def _level(facts: Facts, placement: Placement, shares: FloatTable) -> float:
+        return level(facts.load, Split(placement, shares), facts.speeds)
 
     async def find(self, facts: Facts, policy: str, options: Mapping[str, Any] | None = None) -> Found | None:
         """The solver's change, judged on the load window; None if it changes nothing.
@@ -220,7 +224,9 @@ class Decider:
         settings, world = facts.settings, facts.world
         waves = plan_waves(facts.placement, target, world, Room(settings.spare_min, settings.max_moves_per_wave))
         before, after = await self.split(facts, facts.placement), await self.split(facts, target)
-        worth = estimate(world, facts.load, before, after, waves, settings, facts.step_tokens, facts.routings)
+        worth = estimate(
+            world, facts.load, before, after, waves, settings, facts.step_tokens, facts.routings, facts.speeds
+        )
         case = Case(world, facts.placement, target, waves, settings, worth, facts.spent)
         forced = must_move(case)
         verdict = judge(replace(case, forced=forced), ALL)
@@ -257,7 +263,7 @@ class Decider:
             return None, None
         seen = estimate(
             facts.world, later.load, found.before, found.after, found.waves, facts.settings, later.step_tokens,
-            later.routings,
+            later.routings, later.speeds,
         )  # fmt: skip
         return confirmed(found.estimate, seen, facts.settings), seen
 

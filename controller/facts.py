@@ -31,6 +31,7 @@ class Facts:
 
     What the present placement is worth is judged on `seen`; what comes next is forecast from all of `history`, whose
     older traffic often comes back. `told`: routed tuples [L][n][K] that stand for all traffic, in place of samples.
+    `speeds [R]`: relative ones of the ranks in a simulated world; None: all alike.
     """
 
     settings: GroupSettings
@@ -41,6 +42,7 @@ class Facts:
     seen: tuple[Seen, ...]
     spent: Spent
     told: Any = None
+    speeds: FloatLoad | None = None
 
     @property
     def window(self) -> tuple[Seen, ...]:
@@ -55,9 +57,9 @@ class Facts:
     @property
     def balancedness(self) -> float:
         """Of the load window, as it truly fell on the ranks; 1 without any."""
-        found = (
-            mean_balancedness(balancedness(np.sum([s.rank_load for s in self.window], axis=0))) if self.seen else None
-        )
+        if not self.seen:
+            return 1.0
+        found = mean_balancedness(balancedness(np.sum([s.rank_load for s in self.window], axis=0), self.speeds))
         return 1.0 if found is None else found
 
     @property
@@ -121,11 +123,12 @@ def facts_of(
     history: Sequence[Seen],
     spent: Spent,
     told: Any = None,
+    speeds: FloatLoad | None = None,
 ) -> Facts:
     """The facts of these windows, oldest first."""
     tail = steady_tail([s.window.total for s in history]) if history else 0
     newest = tuple(history[len(history) - tail :])
-    return Facts(settings, world, pointer, placement, tuple(history), newest, spent, told)
+    return Facts(settings, world, pointer, placement, tuple(history), newest, spent, told, speeds)
 
 
 def gather(state: GroupState, book: WindowBook, now: float) -> Facts | None:

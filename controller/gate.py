@@ -66,10 +66,11 @@ def estimate(
     settings: GroupSettings,
     step_tokens: float | None = None,
     routings: Any = None,
+    speeds: Floats | None = None,
 ) -> Estimate:
     """Judge the change on `load [L, E]`; `step_tokens`: routed tokens of a step and layer, None: the preset's; `routings
     [L, n, K]` sampled from it: what nodes touched cost, on hardware that sends a token once to each, or as the setting
-    `cross_node_weight` has it.
+    `cross_node_weight` has it; `speeds [R]`: relative ones of the ranks, None: all alike.
 
     The gain is the saved part of the predicted step time over the horizon: with the preset `demo` each rank counts as a
     device of its own, so the part is that of the tokens of the fullest ranks. The cost is the time that bundles travel,
@@ -77,13 +78,14 @@ def estimate(
     """
     hardware = hardware_named(settings.hardware)
     weight = settings.cross_node_weight
-    problem = _problem(world, load, step_tokens, routings if hardware.once_a_node or weight is not None else None)
+    routings = routings if hardware.once_a_node or weight is not None else None
+    problem = _problem(world, load, step_tokens, routings, speeds)
     nodes = _nodes(problem, load, before, after)
     slow, fast, saved = _seconds(problem, load, before, after, hardware, weight, nodes)
     part = (slow - fast + saved) / slow if slow > 0 else 0.0
     gain_s = part * settings.horizon_s
     cost_s = travel_s(world, waves, hardware, settings.bytes_per_s) * settings.interference
-    was, becomes = (level(load, split) for split in (before, after))
+    was, becomes = (level(load, split, speeds) for split in (before, after))
     act, why = weigh(part, gain_s, cost_s, settings)
     note = " (preset demo: each rank taken as a device of its own)" if settings.hardware == "demo" else ""
     sentence = f"{why}: predicted balancedness {was:.3f} to {becomes:.3f}, {part:.1%} of the step time{note}"
@@ -164,21 +166,28 @@ def confirmed(promised: Estimate, later: Estimate, settings: GroupSettings) -> b
     return later.part >= max(settings.min_gain, 0.0) * CONFIRM_PART and later.part >= promised.part * (1 - CONFIRM_PART)
 
 
-def level(load: FloatLoad, split: Split) -> float:
+def level(load: FloatLoad, split: Split, speeds: Floats | None = None) -> float:
     """Balancedness of `load` under a placement, averaged over the layers with tokens; 1 without any."""
-    found = mean_balancedness(balancedness(split.placement.rank_load(load, split.shares)))
+    found = mean_balancedness(balancedness(split.placement.rank_load(load, split.shares), speeds))
     return 1.0 if found is None else found
 
 
 def predicted_s(
-    world: World, load: FloatLoad, split: Split, hardware: Hardware, step_tokens: float | None = None
+    world: World,
+    load: FloatLoad,
+    split: Split,
+    hardware: Hardware,
+    step_tokens: float | None = None,
+    speeds: Floats | None = None,
 ) -> float:
-    """Predicted seconds of all MoE layers of one step."""
-    problem = _problem(world, load, step_tokens, None)
+    """Predicted seconds of all MoE layers of one step. `speeds [R]`: relative ones of the ranks, None: all alike."""
+    problem = _problem(world, load, step_tokens, None, speeds)
     return float(layer_s(problem, load, split.placement.p2l, split.shares, hardware).sum())
 
 
-def _problem(world: World, load: FloatLoad, step_tokens: float | None, routings: Any) -> Problem:
+def _problem(
+    world: World, load: FloatLoad, step_tokens: float | None, routings: Any, speeds: Floats | None = None
+) -> Problem:
     number = {node: i for i, node in enumerate(world.nodes)}
     return Problem.of(
         load,
@@ -188,6 +197,7 @@ def _problem(world: World, load: FloatLoad, step_tokens: float | None, routings:
         bundle_bytes=world.shape.bundle_bytes,
         step_tokens=step_tokens,
         routing_sample=routings,
+        capacity=speeds,
     )
 
 

@@ -62,10 +62,15 @@ class Took:
     refused: tuple[Refusal, ...]
 
 
-def balancedness(rank_load: FloatLoad) -> NDArray[np.float64]:
-    """`[L]` mean / max of `rank_load [L, R]`, 1 is perfect; NaN for a layer without tokens."""
-    peak = rank_load.max(axis=1)
-    return np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), np.nan)
+def balancedness(rank_load: FloatLoad, speeds: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+    """`[L]` mean / max of `rank_load [L, R]`, 1 is perfect; NaN for a layer without tokens.
+
+    `speeds [R]`: relative ones of the ranks, None: all alike. Then it is the time of a perfect split over that of the
+    slowest rank.
+    """
+    even = np.ones(rank_load.shape[1]) if speeds is None else speeds
+    peak = (rank_load / even).max(axis=1)
+    return np.where(peak > 0, rank_load.sum(axis=1) / even.sum() / np.where(peak > 0, peak, 1.0), np.nan)
 
 
 def mean_balancedness(per_layer: NDArray[np.float64]) -> float | None:

@@ -36,10 +36,12 @@ Value = TypeVar("Value")
 
 
 class InlineSolver:
-    """The solver in this process. `fields`: further fields of every problem, as in its JSON form."""
+    """The solver in this process. `fields`: further fields of every problem, as in its JSON form. `speeds [R]`: relative
+    ones of the ranks, None: all alike."""
 
-    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, fields: Mapping[str, Any] | None = None, speeds: FloatLoad | None = None) -> None:
         self._fields = dict(fields or {})
+        self._speeds = speeds
 
     async def solve(self, problem: Mapping[str, Any], timeout_s: float) -> Answer:
         return solve(self.problem(problem))
@@ -49,7 +51,7 @@ class InlineSolver:
         return Problem.from_dict({**raw, **self._fields})
 
     async def shares(self, p2l: IntTable, ranks: int, load: FloatLoad, timeout_s: float) -> FloatTable:
-        return level_shares(p2l, ranks, load)
+        return level_shares(p2l, ranks, load, self._speeds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +86,8 @@ class Replay:
 
     delay: entries until a whole plan is live, its waves evenly between; None: as long as its bundles travel over the
     links of the settings' hardware, under their rate limit. routings [L][n][K]: experts that single tokens of the trace go
-    to together, for all of it; a sample of one entry alone comes with it.
+    to together, for all of it; a sample of one entry alone comes with it. speeds [R]: relative ones of the ranks, None: all
+    alike.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class Replay:
         delay: int | None = None,
         solver: Solver | None = None,
         routings: Any = None,
+        speeds: FloatLoad | None = None,
     ) -> None:
         self._routings = routings
+        self._speeds = speeds
         self._world = world
         self._settings = settings
         self._solver = solver or InlineSolver()
@@ -152,7 +157,9 @@ class Replay:
             self._log.popleft()
         pointer = EpochPointer(self._epoch, live.digest, self._world.world, self._epoch, "")
         used = spent(self._log, self._last_end, self.now)
-        return facts_of(self._settings, self._world, pointer, live, tuple(self._seen), used, self._routings)
+        return facts_of(
+            self._settings, self._world, pointer, live, tuple(self._seen), used, self._routings, self._speeds
+        )
 
     def place(self) -> None:
         """Start anew from where the policy puts everything in an empty world, for the load seen so far."""
@@ -179,7 +186,7 @@ class Replay:
             else:
                 kind, sentence = decided
                 refused = self._decider.refused_by
-        fitted = found.estimate.balancedness_after if found else level(facts.load, self.live)
+        fitted = found.estimate.balancedness_after if found else level(facts.load, self.live, self._speeds)
         return Cycle(kind, sentence, fitted, refused, found, seconds, time.perf_counter() - started)
 
     def resplit(self, facts: Facts | None = None) -> None:

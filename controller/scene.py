@@ -13,7 +13,7 @@ from controller.decide import problem_of
 from controller.replay import InlineSolver, Replay
 from controller.settings import GroupSettings
 from controller.solver import Problem, ShareMode, solve
-from controller.solver.problem import Bools
+from controller.solver.problem import Bools, Floats
 from eplane.errors import PlacementError, ProblemError, TopologyError
 from eplane.load import FloatLoad
 from eplane.placement import Placement, linear
@@ -34,13 +34,14 @@ _SETTINGS = frozenset(item.name for item in fields(GroupSettings))
 @dataclass(frozen=True, slots=True, eq=False)
 class Scene:
     """window: entries of the load window; every: between two cycles; split: between two splits of the shares; routings:
-    tuples [L][n][K] that stand for the whole trace."""
+    tuples [L][n][K] that stand for the whole trace; speeds: [R] relative ones of the ranks, where they differ."""
 
     world: World
     group: GroupSettings
     start: Placement
     solver: InlineSolver
     routings: Any
+    speeds: Floats | None
     hardware: Hardware
     window: int
     every: int
@@ -70,12 +71,14 @@ class Scene:
             others.setdefault("horizon_steps", asked.horizon_steps)
         # Facts of the trace, not only of the solver: the gate weighs them too.
         routings = others.pop("routing_sample", None)
+        speeds = _speeds(asked, world)
         return cls(
             world=world,
             group=group,
             start=_start(asked, world),
-            solver=InlineSolver(others),
+            solver=InlineSolver(others, speeds),
             routings=routings,
+            speeds=speeds,
             hardware=hardware,
             window=group.window,
             every=every,
@@ -92,7 +95,7 @@ class Scene:
 
     def check(self) -> None:
         """Raises Infeasible where no placement meets the settings' goals in this world, ProblemError for what is not in it."""
-        replay = Replay(self.world, self.group, self.start, self.entry_s, routings=self.routings)
+        replay = Replay(self.world, self.group, self.start, self.entry_s, routings=self.routings, speeds=self.speeds)
         replay.observe(np.zeros((self.world.shape.layers, self.world.shape.experts)), 1)
         self.solver.problem(problem_of(replay.facts(), self.group.policy))
 
@@ -155,6 +158,20 @@ def _world(asked: SimulationSettings, layers: int, experts: int) -> World:
         return World("simulation", _WORLD_ID, tuple(names), model, slots, cells, can)
     except TopologyError as error:
         raise ProblemError("cells", str(error)) from None
+
+
+def _speeds(asked: SimulationSettings, world: World) -> Floats | None:
+    """[R] of the field `capacity`, None without it."""
+    if asked.fields.get("capacity") is None:
+        return None
+    raw = {"experts": 1, "ranks": world.ranks, "slots_per_rank": 1, "capacity": asked.fields["capacity"]}
+    problem = Problem.from_dict(raw)
+    if problem.drained.any():
+        rank = int(np.flatnonzero(problem.drained)[0])
+        raise ProblemError(
+            "capacity", f"is 0 for rank {rank}: what a controller is to leave is a node, named by the setting `drained`"
+        )
+    return problem.capacity
 
 
 def _start(asked: SimulationSettings, world: World) -> Placement:

@@ -12,9 +12,12 @@ from eplane.load import FloatLoad
 from eplane.placement import EMPTY, FloatTable, IntTable
 
 
-def level_shares(p2l: IntTable, ranks: int, load: FloatLoad) -> FloatTable:
-    """`[L, P]` shares that make the fullest rank of each layer as empty as a split can. Runs in the solver's process."""
-    return settled(p2l, level(p2l, load, np.ones(ranks)), load.shape[1])
+def level_shares(p2l: IntTable, ranks: int, load: FloatLoad, speeds: FloatLoad | None = None) -> FloatTable:
+    """`[L, P]` shares that make the fullest rank of each layer as empty as a split can. Runs in the solver's process.
+
+    `speeds [R]`: relative ones of the ranks, None: all alike; then the slowest rank is made as fast as a split can.
+    """
+    return settled(p2l, level(p2l, load, np.ones(ranks) if speeds is None else speeds), load.shape[1])
 
 
 def settled(p2l: IntTable, shares: FloatTable, experts: int) -> FloatTable:

@@ -302,7 +302,9 @@ def _judged(spans: list[list[_Part]], ranks: int, problem: Problem) -> tuple[flo
 
 def _controlled(trace: Trace, settings: SimulationSettings, progress: Progress | None) -> Iterator[WindowResult]:
     scene = Scene.of(settings, int(trace.shape[1]), int(trace.shape[2]))
-    replay = Replay(scene.world, scene.group, scene.start, scene.entry_s, settings.delay, scene.solver, scene.routings)
+    replay = Replay(
+        scene.world, scene.group, scene.start, scene.entry_s, settings.delay, scene.solver, scene.routings, scene.speeds
+    )
     tape = Tape(trace, 1)
     ends = _ends(trace.shape[0], scene.window, scene.every)
     for at in range(scene.window):
@@ -341,13 +343,15 @@ class _Fallen:
 
     def judge(self, ranks: Floats) -> None:
         """`ranks [L, R]`: how a window fell."""
-        mean, low = _level(balance(ranks, np.ones(ranks.shape[1]), self.scene.drained)[ranks.sum(axis=1) > 0])
+        speeds = np.ones(ranks.shape[1]) if self.scene.speeds is None else self.scene.speeds
+        mean, low = _level(balance(ranks, speeds, self.scene.drained)[ranks.sum(axis=1) > 0])
         self.means.append(mean)
         self.lows.append(low)
 
     def step_s(self) -> float:
         scene = self.scene
-        steps = [predicted_s(scene.world, load, live, scene.hardware, scene.step_tokens) for live, load in self.parts]
+        known = scene.hardware, scene.step_tokens, scene.speeds
+        steps = [predicted_s(scene.world, load, live, *known) for live, load in self.parts]
         weights = [float(load.sum()) for _, load in self.parts]
         return float(np.average(steps, weights=weights)) if sum(weights) else float(np.mean(steps))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from controller.simulate import SimulationSettings, simulate
+from controller.solver.measure import balance
 from eplane.errors import ProblemError, SettingsError
 from eplane.placement import linear
 
@@ -144,6 +145,38 @@ def test_a_controller_in_trace_time_keeps_its_limits() -> None:
     calm = simulate(jumps, replace(base, group={**CONTROLLED, "cooldown_s": 10_000})).summary()
     assert calm["rebalances"] < free["rebalances"]
     assert calm["refused"]["cooldown"] > 0
+
+
+def test_a_controller_of_ranks_that_differ_in_speed() -> None:
+    """The slow rank counts as slow wherever a replayed controller judges: measured, predicted, split and moved."""
+    speeds = np.array([1.0, 1.0, 1.0, 0.25])
+    still = SimulationSettings(
+        4, 8, window=4, policy="static", prior="linear", hardware="demo", group={**CONTROLLED, "shares": False}
+    )
+    slow = replace(still, fields={"capacity": speeds.tolist()})
+    (window, *_), (alike, *_) = (simulate(trace(), s).windows for s in (slow, still))
+    base, none = linear(2, 24, 4, 8), np.zeros(4, dtype=np.bool_)
+    for part, seen in ((slice(4, 8), window.next_mean), (slice(0, 4), window.fitted)):
+        fell = base.rank_load(trace()[part].sum(axis=0))
+        assert seen == pytest.approx(balance(fell, speeds, none).mean())
+    # On the preset `demo` a rank's time is its tokens over its speed.
+    assert window.step_s is not None
+    assert alike.step_s is not None
+    fell = base.rank_load(trace()[4:8].sum(axis=0))
+    step = (fell / speeds).max(axis=1) / fell.sum(axis=1)
+    assert window.step_s / alike.step_s == pytest.approx(step.sum() / (fell.max(axis=1) / fell.sum(axis=1)).sum(), 1e-3)
+    assert f"measured balancedness {window.fitted:.3f}" in window.sentence
+    for shares in (False, True):
+        group = {**CONTROLLED, "shares": shares}
+        moved = simulate(trace(), replace(slow, policy="eplane", group=group)).windows
+        assert moved[0].acted
+        assert moved[0].fitted > window.fitted + 0.2
+        assert f" to {moved[0].fitted:.3f}, " in moved[0].sentence
+    with pytest.raises(ProblemError, match="capacity: is 0 for rank 3"):
+        simulate(trace(), replace(slow, fields={"capacity": [1, 1, 1, 0]}))
+    split = simulate(trace(), replace(slow, policy="eplane", group={**CONTROLLED, "shares": True})).windows
+    even = simulate(trace(), replace(slow, policy="eplane")).windows
+    assert split[-1].next_mean > even[-1].next_mean
 
 
 def test_settings_of_a_group_that_do_not_fit() -> None:
