@@ -28,6 +28,7 @@ from controller.solver import Problem
 from controller.solver.policy import policy_named
 from controller.tape import Trace
 from eplane.errors import EPlaneError, ProblemError
+from eplane.wording import counted
 
 Progress = Callable[[str, int, int], None]
 """Called with the policy, the decisions made so far, and all of them."""
@@ -55,7 +56,7 @@ def check(load: Trace, policies: Sequence[str], settings: SimulationSettings) ->
     entries, layers, experts = load.shape
     needed = least_to_count(settings) if settings.window > 0 else 1
     if settings.window < 1 or entries < needed:
-        few = f"the trace has {entries} entries, {needed} at least are needed"
+        few = f"the trace has {counted(entries, 'entry', 'entries')}, {needed} at least are needed"
         raise ProblemError("window", f"is {settings.window}; {few}")
     if settings.controlled:
         for policy in policies:

@@ -23,6 +23,7 @@ from eplane.errors import AnswerError, EPlaneError, Infeasible, PlanImpossible, 
 from eplane.load import FloatLoad
 from eplane.placement import FloatTable, IntTable, Placement, check_shares
 from eplane.plan import Ruling, WavePlan
+from eplane.wording import counted
 
 # A new split is worth telling when it levels the load by this much more than the one that is out.
 LEAST_SHARE_GAIN = 0.005
@@ -69,8 +70,8 @@ class Found:
 
     @property
     def told(self) -> str:
-        waves = len(self.waves)
-        return f"{self.moves} moves in {waves} waves: {self.estimate.sentence}"
+        what = f"{counted(self.moves, 'move')} in {counted(len(self.waves), 'wave')}"
+        return f"{what}: {self.estimate.sentence}"
 
 
 def problem_of(facts: Facts, policy: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:

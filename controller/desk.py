@@ -35,6 +35,7 @@ from eplane.records import Mode, ModeRecord, PauseRecord, SettingsRecord, encode
 from eplane.routing import read_samples
 from eplane.store.base import Missing
 from eplane.transactions import Transaction
+from eplane.wording import counted
 
 Json = Any
 MAX_RANKS_A_REPORT = 4096
@@ -364,7 +365,7 @@ def _options(options: Mapping[str, Json]) -> tuple[dict[str, Json], bool]:
 def _nothing_to_gain(policy: str, found: Found) -> str:
     worth, moves = found.estimate, sum(len(wave.loads) for wave in found.waves)
     return (
-        f"{policy} finds nothing to gain: {moves} moves would change predicted balancedness from {worth.balancedness_before:.3f} "
+        f"{policy} finds nothing to gain: {counted(moves, 'move')} would change predicted balancedness from {worth.balancedness_before:.3f} "
         f"to {worth.balancedness_after:.3f} and save {worth.part:.1%} of the step time"
     )
 

@@ -100,6 +100,7 @@ def simulate(
     """Replay a load trace: what each policy's placement is worth on the load after it, and what it moves for that.
 
     Nothing of a group is touched. A first placement that fills an empty world is not counted as moves.
+    docs/cli.md says more under "Simulations", and under "Placement problems" all fields that --set may name.
     """
     from api.cli.plan import settings_of
     from api.picture import check_picture, draw
@@ -313,14 +314,19 @@ def _progress(names: list[str], quiet: bool) -> Iterator[Callable[[str, int, int
 
 
 def _title(value: dict[str, Any]) -> str:
+    from eplane.wording import counted
+
     slots = value["slots_per_rank"]
+    each = counted(slots, "slot") if isinstance(slots, int) else "own numbers of slots"
     return (
-        f"{value['trace']}: {value['entries']} entries, {value['layers']} x {value['experts']} experts on "
-        f"{value['ranks']} ranks with {slots if isinstance(slots, int) else 'own numbers of'} slots"
+        f"{value['trace']}: {value['entries']} entries, {value['layers']} x {counted(value['experts'], 'expert')} on "
+        f"{counted(value['ranks'], 'rank')} with {each}"
     )
 
 
 def _table(value: dict[str, Any]) -> str:
+    from eplane.wording import counted
+
     results, gate = value["results"], value["gate"]
     heads = ["POLICY", "NEXT", "P5", "FITTED", "REBALANCES", "MOVES", "A_LAYER", "BYTES"]
     heads += ["WAVES", "MIGRATING_S"] if gate else []
@@ -345,7 +351,7 @@ def _table(value: dict[str, Any]) -> str:
     hardware = value["hardware"] or "no hardware"
     first = "" if value["prior"] != "none" else " after the first"
     foot = (
-        f"{results[0]['windows']} decisions{first}, one every {value['every']} "
+        f"{counted(results[0]['windows'], 'decision')}{first}, one every {value['every']} "
         f"entr{'y' if value['every'] == 1 else 'ies'}; times predicted for {hardware}"
         f"{', decided as by a controller' if gate else ''}. NEXT: mean / max load of a rank until the next decision."
     )

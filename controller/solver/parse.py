@@ -23,6 +23,7 @@ from controller.solver.parse_values import array, boolean, integer, member, opti
 from controller.solver.problem import Floats, Problem, RankCost, ShareMode, Strategy, frozen
 from controller.solver.size import MAX_LOADS, MAX_RANKS, check_held, check_loads
 from eplane.errors import ProblemError
+from eplane.wording import counted
 
 FIELDS = frozenset(
     (
@@ -149,7 +150,7 @@ def _load(raw: Mapping[str, Any]) -> Floats:
         load = load[None]
     if load.ndim != 3:
         raise ProblemError(
-            field, f"has {load.ndim} dimensions; [layers][experts] or [windows][layers][experts] is needed"
+            field, f"has {counted(load.ndim, 'dimension')}; [layers][experts] or [windows][layers][experts] is needed"
         )
     if min(load.shape) < 1:
         raise ProblemError(field, f"is empty: shape {list(load.shape)}, there are no MoE layers to place")

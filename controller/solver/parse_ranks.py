@@ -12,6 +12,7 @@ from controller.solver.parse_values import array, integer, is_integer, listed, s
 from controller.solver.problem import EMPTY, Bools, Floats, Ints
 from controller.solver.size import MAX_RANKS, check_slots
 from eplane.errors import ProblemError
+from eplane.wording import counted
 
 LEAST_SPEED, MOST_SPEED = 1e-3, 1e3
 MOST_COPIES = (1 << 31) - 1
@@ -22,7 +23,7 @@ def read_slots(value: Any, layers: int, ranks: int) -> Ints:
         raise ProblemError("slots_per_rank", "is missing")
     raw, integral = whole(value, "slots_per_rank")
     if raw.ndim == 1 and raw.shape != (ranks,):
-        raise ProblemError("slots_per_rank", _counted(raw.size, ranks, "rank"))
+        raise ProblemError("slots_per_rank", _entries(raw.size, ranks, "rank"))
     if raw.ndim == 2 and raw.shape != (layers, ranks):
         raise ProblemError("slots_per_rank", f"has shape {list(raw.shape)}, [{layers}, {ranks}] is needed")
     if raw.ndim > 2 or not integral:
@@ -40,7 +41,7 @@ def read_nodes(raw: Mapping[str, Any], ranks: int) -> Ints:
     if given is not None:
         nodes, integral = whole(given, "node_of_rank")
         if nodes.shape != (ranks,):
-            raise ProblemError("node_of_rank", _counted(nodes.size, ranks, "rank"))
+            raise ProblemError("node_of_rank", _entries(nodes.size, ranks, "rank"))
         if not integral or (nodes < 0).any():
             raise ProblemError("node_of_rank", "must hold whole numbers from 0")
         # Node names need not be dense; only which ranks share a node matters.
@@ -51,9 +52,11 @@ def read_nodes(raw: Mapping[str, Any], ranks: int) -> Ints:
         return dense.astype(np.int32)
     count = integer(raw, "nodes", 1, 1, MAX_RANKS)
     if count > ranks:
-        raise ProblemError("nodes", f"is {count}, more than the {ranks} rank{'s' * (ranks != 1)}")
+        raise ProblemError("nodes", f"is {count}, more than the {counted(ranks, 'rank')}")
     if ranks % count:
-        raise ProblemError("nodes", f"{ranks} ranks do not split evenly over {count} nodes; give node_of_rank")
+        raise ProblemError(
+            "nodes", f"{counted(ranks, 'rank')} do not split evenly over {count} nodes; give node_of_rank"
+        )
     return (np.arange(ranks) // (ranks // count)).astype(np.int32)
 
 
@@ -75,7 +78,7 @@ def read_capacity(value: Any, ranks: int) -> tuple[Floats, Bools]:
     """
     raw = array(1.0 if value is None else value, "capacity")
     if raw.ndim > 1 or (raw.ndim == 1 and raw.shape != (ranks,)):
-        raise ProblemError("capacity", _counted(raw.size, ranks, "rank"))
+        raise ProblemError("capacity", _entries(raw.size, ranks, "rank"))
     if not ((raw == 0) | ((raw >= LEAST_SPEED) & (raw <= MOST_SPEED))).all():
         raise ProblemError(
             "capacity", f"must be {LEAST_SPEED:g} to {MOST_SPEED:g}, 1 is normal, or 0 for a rank to leave"
@@ -89,7 +92,7 @@ def read_capacity(value: Any, ranks: int) -> tuple[Floats, Bools]:
 def read_replicas(value: Any, field: str, default: int, layers: int, experts: int) -> Ints:
     raw, integral = whole(default if value is None else value, field)
     if raw.ndim == 1 and raw.shape != (experts,):
-        raise ProblemError(field, _counted(raw.size, experts, "expert"))
+        raise ProblemError(field, _entries(raw.size, experts, "expert"))
     if raw.ndim == 2 and raw.shape != (layers, experts):
         raise ProblemError(field, f"has shape {list(raw.shape)}, [{layers}, {experts}] is needed")
     if raw.ndim > 2 or not integral or (raw < 1).any():
@@ -108,7 +111,7 @@ def read_prior(value: Any, layers: int, experts: int, ranks: int, slots: Ints, p
         if rows and not isinstance(rows[0], Sequence | np.ndarray):
             rows = [rows] * layers
         if len(rows) != layers:
-            raise ProblemError("prior", f"{len(rows)} layer{'s' * (len(rows) != 1)} given, {layers} needed")
+            raise ProblemError("prior", f"{counted(len(rows), 'layer')} given, {layers} needed")
         table = np.stack([_prior_row(row, i, slots[i], per_rank) for i, row in enumerate(rows)])
     bad = table[~((table >= EMPTY) & (table < experts) & (np.floor(table) == table))]
     if bad.size:
@@ -123,7 +126,7 @@ def _prior_row(row: Any, layer: int, slots: Ints, per_rank: int) -> NDArray[Any]
     out = np.full((ranks, per_rank), EMPTY, dtype=np.float64)
     if any(isinstance(item, Sequence | np.ndarray) and not isinstance(item, str) for item in items):
         if len(items) != ranks:
-            raise ProblemError(f"prior[{layer}]", f"has {len(items)} rank{'s' * (len(items) != 1)}, {ranks} needed")
+            raise ProblemError(f"prior[{layer}]", f"has {counted(len(items), 'rank')}, {ranks} needed")
         for rank, held in enumerate(items):
             ids = array(held, f"prior[{layer}]")
             if ids.ndim != 1:
@@ -141,7 +144,7 @@ def _prior_row(row: Any, layer: int, slots: Ints, per_rank: int) -> NDArray[Any]
             out[rank, :count] = flat[start : start + count]
             start += count
         return out.reshape(-1)
-    raise ProblemError(f"prior[{layer}]", f"has {flat.size} slot{'s' * (flat.size != 1)}, {ranks * per_rank} needed")
+    raise ProblemError(f"prior[{layer}]", f"has {counted(flat.size, 'slot')}, {ranks * per_rank} needed")
 
 
 def read_in_flight(value: Any, prior: Ints | None, per_rank: int, ranks: int, experts: int) -> Ints | None:
@@ -200,6 +203,6 @@ def read_spread(value: Any, nodes: int) -> int:
     return integer({"spread": value}, "spread", None, 1, MAX_RANKS)
 
 
-def _counted(entries: int, needed: int, of: str) -> str:
+def _entries(entries: int, needed: int, of: str) -> str:
     """Sentence for a list that is too short or too long."""
-    return f"has {entries} {'entry' if entries == 1 else 'entries'} for {needed} {of}{'s' * (needed != 1)}"
+    return f"has {counted(entries, 'entry', 'entries')} for {counted(needed, of)}"

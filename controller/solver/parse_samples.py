@@ -9,6 +9,7 @@ import numpy as np
 
 from controller.solver.problem import EMPTY, Ints, frozen
 from eplane.errors import ProblemError
+from eplane.wording import counted
 
 FIELD = "routing_sample"
 
@@ -21,7 +22,7 @@ def read_routing_sample(value: Any, layers: int, experts: int) -> tuple[Ints, ..
     if value is None:
         return None
     if len(_sized(value, "must be a list with the tuples of each layer")) != layers:
-        raise ProblemError(FIELD, f"{len(value)} layer{'s' * (len(value) != 1)} given, {layers} needed")
+        raise ProblemError(FIELD, f"{counted(len(value), 'layer')} given, {layers} needed")
     return tuple(frozen(_layer(rows, layer, experts)) for layer, rows in enumerate(value))
 
 
@@ -56,7 +57,9 @@ def _check_rows(rows: Sequence[Any], layer: int) -> None:
         here = f"layer {layer}, row {number}"
         size = len(_sized(row, f"{here} must be a list of expert ids"))
         if size != len(rows[0]):
-            raise ProblemError(FIELD, f"{here} has {size} ids, the rows before it {len(rows[0])}; pad with -1")
+            raise ProblemError(
+                FIELD, f"{here} has {counted(size, 'id')}, the rows before it {len(rows[0])}; pad with -1"
+            )
         for item in row:
             if isinstance(item, bool) or not isinstance(item, int | float | np.number):
                 raise ProblemError(FIELD, f"{here}: {item!r} is no expert id")

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplane.errors import Infeasible, ProblemError
+from eplane.wording import counted
 
 EMPTY = -1
 Ints = NDArray[np.signedinteger[Any]]
@@ -204,30 +205,32 @@ def check_feasible(p: Problem) -> None:
     short = np.flatnonzero(room < p.experts)
     if short.size:
         layer = int(short[0])
-        why = f"layer {layer} has {int(room[layer])} slots for {p.experts} experts"
+        why = f"layer {layer} has {counted(int(room[layer]), 'slot')} for {counted(p.experts, 'expert')}"
         raise Infeasible("drained" if p.drained.any() else "capacity", why)
     hosts = (p.usable > 0).sum(axis=1)
     over = p.min_replicas.max(axis=1) > hosts
     if over.any():
         layer = int(np.flatnonzero(over)[0])
         need, have = int(p.min_replicas[layer].max()), int(hosts[layer])
-        raise Infeasible("min_replicas", f"layer {layer} wants {need} copies of an expert, {have} ranks can hold one")
+        raise Infeasible(
+            "min_replicas", f"layer {layer} wants {need} copies of an expert, {counted(have, 'rank')} can hold one"
+        )
     over = p.min_replicas.sum(axis=1) > room
     if over.any():
         layer = int(np.flatnonzero(over)[0])
         raise Infeasible(
             "min_replicas",
-            f"layer {layer} wants {int(p.min_replicas[layer].sum())} copies, has {int(room[layer])} slots",
+            f"layer {layer} wants {int(p.min_replicas[layer].sum())} copies, has {counted(int(room[layer]), 'slot')}",
         )
     if p.slot_budget is not None:
         redundant = int((p.min_replicas - 1).sum())
         if redundant > p.slot_budget:
             raise Infeasible(
-                "slot_budget", f"min_replicas takes {redundant} redundant slots, {p.slot_budget} are allowed"
+                "slot_budget", f"min_replicas takes {counted(redundant, 'redundant slot')}, {p.slot_budget} are allowed"
             )
     nodes = np.unique(p.node_of_rank[alive]).size
     if min(p.spread, int(p.min_replicas.max())) > nodes:
-        raise Infeasible("spread", f"copies on {p.spread} nodes are wanted, {nodes} nodes can hold any")
+        raise Infeasible("spread", f"copies on {p.spread} nodes are wanted, {counted(nodes, 'node')} can hold any")
     _check_pins(p)
 
 
@@ -248,7 +251,8 @@ def _check_pins(p: Problem) -> None:
         layer, rank = over[0].tolist()
         raise Infeasible(
             "pinned",
-            f"layer {layer}: {held[layer, rank]} experts are pinned to rank {rank}, which has {p.usable[layer, rank]} slots",
+            f"layer {layer}: {held[layer, rank]} experts are pinned to rank {rank}, which has "
+            f"{counted(int(p.usable[layer, rank]), 'slot')}",
         )
     over = np.argwhere(copies > p.max_replicas)
     if over.size:

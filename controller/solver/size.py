@@ -9,6 +9,7 @@ each layer and expert: sixteen scenarios of four bytes and a few numbers of eigh
 from __future__ import annotations
 
 from eplane.errors import ProblemError
+from eplane.wording import counted
 
 MAX_RANKS = 8192
 MAX_LOADS = 1 << 22
@@ -18,18 +19,18 @@ MAX_SLOTS = 1 << 24
 
 def check_loads(field: str, layers: int, experts: int) -> None:
     """Raise ProblemError where the load of one window is too large."""
-    _check(field, f"{layers} layers x {experts} experts", layers * experts, MAX_LOADS)
+    _check(field, f"{counted(layers, 'layer')} x {counted(experts, 'expert')}", layers * experts, MAX_LOADS)
 
 
 def check_held(layers: int, ranks: int, experts: int) -> None:
     """Raise ProblemError where it would take too much to say which rank holds which expert."""
-    what = f"{layers} layer{'s' * (layers != 1)} x {ranks} ranks x {experts} experts"
+    what = f"{counted(layers, 'layer')} x {counted(ranks, 'rank')} x {counted(experts, 'expert')}"
     _check("ranks", what, layers * ranks * experts, MAX_HELD)
 
 
 def check_slots(layers: int, ranks: int, per_rank: float) -> None:
     """Raise ProblemError where the table of a placement is too large."""
-    what = f"{layers} layer{'s' * (layers != 1)} x {ranks} ranks x {per_rank:.15g} slots"
+    what = f"{counted(layers, 'layer')} x {counted(ranks, 'rank')} x {per_rank:.15g} slots"
     _check("slots_per_rank", what, layers * ranks * per_rank, MAX_SLOTS)
 
 

@@ -335,7 +335,7 @@ def test_time_may_end_between_any_two_exchanges(monkeypatch: pytest.MonkeyPatch)
         ([[], []], "2 layers given, 1 needed"),
         ([7], "layer 0 must be a list of tuples"),
         ([[[0, 1], 3]], "layer 0, row 1 must be a list of expert ids"),
-        ([[[0, 1], [2]]], "layer 0, row 1 has 1 ids, the rows before it 2; pad with -1"),
+        ([[[0, 1], [2]]], "layer 0, row 1 has 1 id, the rows before it 2; pad with -1"),
         ([[[0, 1], [2, "a"]]], "layer 0, row 1: 'a' is no expert id"),
         ([[[0, 1], [2, None]]], "layer 0, row 1: None is no expert id"),
         ([[[0, True]]], "layer 0, row 0: True is no expert id"),

@@ -168,12 +168,20 @@ def test_speeds_at_the_ends_of_their_range_are_solved() -> None:
         ({"ranks": 1, "nodes": 2}, "is 2, more than the 1 rank"),
         ({"prior": [[[0, 1, 2]]] * 2}, "has 1 rank, 2 needed"),
         ({"prior": [[0]] * 2}, "has 1 slot, 6 needed"),
+        ({"load": [1, 2]}, "has 1 dimension; [layers][experts] or [windows][layers][experts] is needed"),
+        ({"ranks": 1, "slots_per_rank": 1}, "layer 0 has 1 slot for 4 experts"),
+        ({"drained": [1], "slots_per_rank": 4, "min_replicas": 2}, "2 copies of an expert, 1 rank can hold one"),
     ],
 )
 def test_one_is_told_as_one(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(ProblemError) as caught:
+    with pytest.raises((ProblemError, Infeasible)) as caught:
         Problem.from_dict({**GOOD, **change})
     assert str(caught.value).endswith(says)
+
+
+def test_one_expert_that_must_move_is_told_as_one() -> None:
+    p = Problem.of([[1, 1, 1, 1]], 2, 3, prior=[0, 1, 2, 0, 1, 2], policy="static")
+    assert solve(p).decisions == ("layer 0: 1 expert moves, a hard goal asks for it",)
 
 
 @pytest.mark.parametrize(

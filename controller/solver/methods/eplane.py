@@ -23,6 +23,7 @@ from controller.solver.passes import improve_layers, undo_small
 from controller.solver.problem import Bools, Floats, Ints, Problem, RankCost, ShareMode, Strategy
 from controller.solver.repair import keep_places, repair
 from controller.solver.touched import counts_nodes
+from eplane.wording import counted
 
 if TYPE_CHECKING:
     from controller.solver.search import Search
@@ -201,4 +202,4 @@ def _strategy(problem: Problem, anew: list[int]) -> str:
     scope = "hierarchical" if problem.strategy is Strategy.HIERARCHICAL else "global"
     if problem.prior is None:
         return f"{scope}, from scratch"
-    return f"{scope}, near the present placement" + (f", {len(anew)} layers from scratch" if anew else "")
+    return f"{scope}, near the present placement" + (f", {counted(len(anew), 'layer')} from scratch" if anew else "")

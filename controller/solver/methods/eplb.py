@@ -16,6 +16,7 @@ import numpy as np
 from controller.solver.answer import Answer
 from controller.solver.problem import EMPTY, Floats, Ints, Problem, Strategy
 from controller.solver.repair import keep_places, repair
+from eplane.wording import counted
 
 
 def pack(weights: Sequence[float], rooms: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -167,7 +168,9 @@ class EplbPolicy:
         strategy = "hierarchical" if hierarchical else "global"
         decisions = [f"{strategy} greedy from scratch on the load window"]
         if changed:
-            decisions.append(f"{changed} layers changed after it to meet the hard goals (one copy of an expert a rank)")
+            decisions.append(
+                f"{counted(changed, 'layer')} changed after it to meet the hard goals (one copy of an expert a rank)"
+            )
         return Answer.of(problem, placement, policy=self.name, strategy=strategy, decisions=decisions)
 
 

@@ -7,6 +7,7 @@ from controller.solver.measure import count_moves
 from controller.solver.problem import Problem
 from controller.solver.repair import repair
 from controller.solver.start import linear_start
+from eplane.wording import counted
 
 
 class StaticPolicy:
@@ -18,7 +19,8 @@ class StaticPolicy:
         start = linear_start(problem) if problem.prior is None else problem.prior
         placement = repair(problem, start)
         moves = count_moves(problem.prior, placement, problem.ranks, problem.experts)
-        decisions = [f"layer {layer}: {n} experts move, a hard goal asks for it" for layer, n in enumerate(moves) if n]
+        told = [(layer, counted(n, "expert moves", "experts move")) for layer, n in enumerate(moves.tolist()) if n]
+        decisions = [f"layer {layer}: {what}, a hard goal asks for it" for layer, what in told]
         if not decisions:
             decisions = ["cold start: experts in order" if problem.prior is None else "the placement stays as it is"]
         return Answer.of(problem, placement, policy=self.name, strategy="keep", decisions=decisions)
