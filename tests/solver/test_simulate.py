@@ -150,9 +150,9 @@ def test_a_controller_in_trace_time_keeps_its_limits() -> None:
 def test_a_controller_of_ranks_that_differ_in_speed() -> None:
     """The slow rank counts as slow wherever a replayed controller judges: measured, predicted, split and moved."""
     speeds = np.array([1.0, 1.0, 1.0, 0.25])
-    still = SimulationSettings(
-        4, 8, window=4, policy="static", prior="linear", hardware="demo", group={**CONTROLLED, "shares": False}
-    )
+    # Time enough for kernels that are first loaded here.
+    calm = {**CONTROLLED, "shares": False, "solver_budget_ms": 20_000}
+    still = SimulationSettings(4, 8, window=4, policy="static", prior="linear", hardware="demo", group=calm)
     slow = replace(still, fields={"capacity": speeds.tolist()})
     (window, *_), (alike, *_) = (simulate(trace(), s).windows for s in (slow, still))
     base, none = linear(2, 24, 4, 8), np.zeros(4, dtype=np.bool_)
@@ -167,14 +167,14 @@ def test_a_controller_of_ranks_that_differ_in_speed() -> None:
     assert window.step_s / alike.step_s == pytest.approx(step.sum() / (fell.max(axis=1) / fell.sum(axis=1)).sum(), 1e-3)
     assert f"measured balancedness {window.fitted:.3f}" in window.sentence
     for shares in (False, True):
-        group = {**CONTROLLED, "shares": shares}
+        group = {**calm, "shares": shares}
         moved = simulate(trace(), replace(slow, policy="eplane", group=group)).windows
         assert moved[0].acted
         assert moved[0].fitted > window.fitted + 0.2
         assert f" to {moved[0].fitted:.3f}, " in moved[0].sentence
     with pytest.raises(ProblemError, match="capacity: is 0 for rank 3"):
         simulate(trace(), replace(slow, fields={"capacity": [1, 1, 1, 0]}))
-    split = simulate(trace(), replace(slow, policy="eplane", group={**CONTROLLED, "shares": True})).windows
+    split = simulate(trace(), replace(slow, policy="eplane", group={**calm, "shares": True})).windows
     even = simulate(trace(), replace(slow, policy="eplane")).windows
     assert split[-1].next_mean > even[-1].next_mean
 
