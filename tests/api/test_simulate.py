@@ -61,6 +61,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
     return said.err
 
 
+def test_one_is_told_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.npy"
+    np.save(path, np.ones((2, 1, 2)))
+    assert run(["simulate", str(path), "--ranks", "2", "--slots", "1", "--policy", "static", "--prior", "linear"]) == 0
+    said = capsys.readouterr().out
+    assert "2 entries, 1 x 2 experts on 2 ranks with 1 slot\n" in said
+    assert "\n1 decision, one every 1 entry; " in said
+    np.save(path, np.ones((1, 1, 2)))
+    assert "the trace has 1 entry, 3 at least" in refused(capsys, str(path), "--ranks", "2", "--slots", "1")
+
+
 def test_policies_side_by_side(trace: Path, load: np.ndarray[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     value = answered(capsys, str(trace), "--ranks", "4", "--slots", "2", "--policy", "eplb,static", "--nodes", "2")
     assert (value["entries"], value["layers"], value["experts"], value["ranks"]) == (6, 2, 8, 4)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from api.cli import run
+from controller.solver.parse import FIELDS
 
 PROBLEM: dict[str, Any] = {
     "load": [[90, 10, 10, 10]],
@@ -75,6 +77,26 @@ def test_a_problem_that_can_not_be_read(
     err = capsys.readouterr().err
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_the_examples_of_the_documentation_are_solved(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    (example,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    problem.write_text(example)
+    assert run(["solve", str(problem)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert min(answer["balancedness"]) > 0.8
+    exec(program, {})
+    assert answer["decisions"][0] in capsys.readouterr().out
+    for name in FIELDS:
+        assert re.search(rf"`{name}\b", text), f"{name} is not documented"
+
+
+def test_help_says_where_the_fields_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("solve", "simulate"):
+        assert run([command, "--help"]) == 0
+        assert "docs/cli.md" in capsys.readouterr().out
 
 
 def test_goals_that_can_not_be_met(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:
