@@ -19,7 +19,7 @@ FADE = 0.9
 """Weight of an error one entry older."""
 JUDGED = 10
 """Newest forecasts whose error is counted."""
-LEAP, LEAST_LEAP, AROUND, SINCE = 3.0, 0.03, 4, 2
+LEAP, LEAST_LEAP, AROUND, SINCE = 5.0, 0.03, 4, 3
 """An abrupt change: a step over LEAP times the usual one plus LEAST_LEAP, still there in the AROUND entries around it, at
 least SINCE entries ago."""
 UNKNOWN_ERROR = 0.1
@@ -81,7 +81,7 @@ def _since_change(recent: Single) -> NDArray[np.int64]:
     """[L] first entry after the last abrupt change of each layer, 0 where there was none.
 
     Drift takes steps of like size; an abrupt change is one step far longer than the others (half the sum of absolute
-    differences of shares) that what comes after does not take back. One entry alone may be a burst and is no change.
+    differences of shares) that what comes after does not take back. Two entries may be a burst and are no change.
     """
     entries, layers = recent.shape[:2]
     first = np.zeros(layers, dtype=np.int64)

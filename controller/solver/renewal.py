@@ -15,6 +15,8 @@ from controller.solver.problem import EMPTY, Ints
 if TYPE_CHECKING:
     from controller.solver.search import Search
 
+DEAR = 1.5
+"""Moves of a renewal count this many times: many changes made at once on one forecast keep less of what they promise."""
 GAIN = 1e-5
 """Part of the objective that a renewal must save: more than rounding makes of nothing."""
 AT_ONCE = (None, 2)
@@ -37,7 +39,8 @@ def _tried(search: Search, layer: int, most: int | None) -> bool:
     kept = search.keep(layer)
     search.begin(layer, table)
     search.settle(layer)
-    if search.price_of(layer) < kept.price - GAIN * kept.objective:
+    more = max(int(search.moved[layer]) - kept.moved, 0) * search.tuning.price
+    if search.price_of(layer) + (DEAR - 1) * more < kept.price - GAIN * kept.objective:
         return True
     search.put_back(layer, kept)
     return False
