@@ -21,7 +21,7 @@ from controller.solver.parse_ranks import (
 from controller.solver.parse_samples import read_routing_sample
 from controller.solver.parse_values import array, boolean, integer, member, optional_integer, optional_number, text
 from controller.solver.problem import Floats, Problem, RankCost, ShareMode, Strategy, frozen
-from controller.solver.size import MAX_LOADS, MAX_RANKS, check_held, check_loads
+from controller.solver.size import MAX_EXPERTS, MAX_LAYERS, MAX_RANKS, check_held, check_loads
 from eplane.errors import ProblemError
 from eplane.wording import counted
 
@@ -76,7 +76,7 @@ def parse(raw: Mapping[str, Any]) -> Problem:
         raise ProblemError("problem", "must be an object")
     unknown = sorted(str(key) for key in raw if key not in FIELDS)
     if unknown:
-        raise ProblemError(unknown[0], "is not a field of a placement problem")
+        raise ProblemError(unknown[0][:60], "is not a field of a placement problem")
     load = _load(raw)
     layers, experts = load.shape[1:]
     ranks = integer(raw, "ranks", None, 1, MAX_RANKS)
@@ -142,7 +142,7 @@ def _load(raw: Mapping[str, Any]) -> Floats:
     if value is None:
         if raw.get("experts") is None:
             raise ProblemError("load", "is missing (or null without `experts`)")
-        layers, experts = integer(raw, "layers", 1, 1, MAX_LOADS), integer(raw, "experts", None, 1, MAX_LOADS)
+        layers, experts = integer(raw, "layers", 1, 1, MAX_LAYERS), integer(raw, "experts", None, 1, MAX_EXPERTS)
         check_loads("experts", layers, experts)
         return np.zeros((1, layers, experts))
     load = array(value, field)
@@ -163,6 +163,6 @@ def _load(raw: Mapping[str, Any]) -> Floats:
     if load.max() > 1e18:
         raise ProblemError(field, "is above 1e18 tokens")
     for name, size in (("layers", load.shape[1]), ("experts", load.shape[2])):
-        if raw.get(name) is not None and integer(raw, name, None, 1, MAX_LOADS) != size:
+        if raw.get(name) is not None and integer(raw, name, None, 1, MAX_EXPERTS) != size:
             raise ProblemError(name, f"is {raw[name]}, but {field} has {size}")
     return load

@@ -77,7 +77,9 @@ def read_capacity(value: Any, ranks: int) -> tuple[Floats, Bools]:
     Others are within a range in which no time of a rank is lost beside another's or leaves single precision.
     """
     raw = array(1.0 if value is None else value, "capacity")
-    if raw.ndim > 1 or (raw.ndim == 1 and raw.shape != (ranks,)):
+    if raw.ndim > 1:
+        raise ProblemError("capacity", "must be a number or a list per rank")
+    if raw.ndim == 1 and raw.shape != (ranks,):
         raise ProblemError("capacity", _entries(raw.size, ranks, "rank"))
     if not ((raw == 0) | ((raw >= LEAST_SPEED) & (raw <= MOST_SPEED))).all():
         raise ProblemError(

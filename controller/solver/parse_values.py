@@ -19,6 +19,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlong = _SHORT.maxstring = _SHORT.maxother = 40
 _SHORT.maxlevel = 2
 shown = _SHORT.repr
+LONGEST_NAME = 100
 
 
 def array(value: Any, field: str) -> Floats:
@@ -126,7 +127,7 @@ def text(raw: Mapping[str, Any], name: str, default: str) -> str:
     value = raw.get(name)
     if value is None:
         return default
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not 0 < len(value) <= LONGEST_NAME:
         raise ProblemError(name, f"must be a name, not {shown(value)}")
     return value
 

@@ -106,6 +106,9 @@ def test_a_plain_problem_is_read() -> None:
         ({"window": 2}, "window"),
         ({"horizon_steps": 0}, "horizon_steps"),
         ({"slots": 9}, "slots"),
+        ({"x" * 3000: 9}, "x" * 60),
+        ({"policy": "x" * 3000}, "policy"),
+        ({"capacity": [[1, 1]]}, "capacity"),
     ],
 )
 def test_a_refusal_names_its_field(change: dict[str, Any], field: str) -> None:
@@ -121,19 +124,24 @@ def test_a_refusal_names_its_field(change: dict[str, Any], field: str) -> None:
     ("change", "says"),
     [
         ({"load": [[1]], "ranks": 8193}, "ranks: is 8193, must be 1 to 8192"),
+        ({"load": None, "experts": 1_000_000}, "experts: is 1000000, must be 1 to 65536"),
+        ({"load": None, "experts": 2, "layers": 1_000_000}, "layers: is 1000000, must be 1 to 16384"),
+        ({"load": np.zeros((16385, 1))}, "load: has 16385 layers; at most 16384 can be solved"),
+        ({"load": np.zeros((1, 65537))}, "load: has 65537 experts; at most 65536 can be solved"),
         (
-            {"load": None, "experts": 1_000_000, "layers": 100_000},
-            "experts: makes 100000 layers x 1000000 experts, 100000000000 in all; at most 4194304 can be solved",
+            {"load": None, "experts": 60_000, "layers": 10_000},
+            "experts: makes 10000 layers x 60000 experts, 600000000 in all; at most 4194304 can be solved",
         ),
         (
-            {"load": None, "experts": 1_000_000, "ranks": 8192, "slots_per_rank": 16},
-            "ranks: makes 1 layer x 8192 ranks x 1000000 experts, 8192000000 in all; at most 134217728",
+            {"load": None, "experts": 60_000, "ranks": 8192, "slots_per_rank": 16},
+            "ranks: makes 1 layer x 8192 ranks x 60000 experts, 491520000 in all; at most 134217728 can be solved",
         ),
         (
-            {"slots_per_rank": 1_000_000_000},
-            "slots_per_rank: makes 2 layers x 2 ranks x 1000000000 slots, 4000000000 in all; at most 16777216",
+            {"load": None, "experts": 8, "layers": 1000, "ranks": 2, "slots_per_rank": 10_000},
+            "slots_per_rank: makes 1000 layers x 2 ranks x 10000 slots, 20000000 in all; at most 16777216 can be solved",
         ),
-        ({"slots_per_rank": 1e300}, "slots_per_rank: makes 2 layers x 2 ranks x 1e+300 slots"),
+        ({"slots_per_rank": 1_000_000_000}, "slots_per_rank: has 1000000000 slots for a rank; at most 65536"),
+        ({"slots_per_rank": 1e300}, "slots_per_rank: has 1e+300 slots for a rank; at most 65536"),
     ],
 )
 def test_what_is_too_large_is_refused_before_anything_is_made_for_it(change: dict[str, Any], says: str) -> None:
