@@ -267,7 +267,7 @@ def _stack_settings(settings: DemoSettings, folder: Path, chaos: Chaos | None) -
             "min_gain": 0.02,
             "min_window_tokens": 6000,
             # Dearer than the loopback link alone would make them: fewer moves, and hardly less balance.
-            "move_weight": 0.006,
+            "move_weight": 0.005,
             "bytes_per_s": BYTES_PER_S,
         },
     )

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from controller.solver.search import Search
 
 MENDED = 4
-PAIR = 2
-"""Places a rank up to which copies and pairs are settled together."""
+PAIR, FEW_RANKS = 2, 8
+"""Places a rank up to which copies and pairs are settled together; ranks up to which copies are not renewed: on recorded loads over
+4 and 8 ranks that moved half as much again and was no better balanced, over 16 it was."""
 KICKS, KICK_SLOTS, KICK_GAP = 200, 20_000, 0.003
 """Random restarts a layer, slots they may cost in all, and the gap to the bound that is good enough."""
 SCRATCH_GAP, SCRATCH_PART = 0.05, 0.3
@@ -52,8 +53,9 @@ def _mend(search: Search, layer: int) -> None:
     if search.problem.spread > 1:
         return
     pairs = pairing.paired(search, layer)
+    many = search.problem.per_rank > PAIR and search.problem.ranks > FEW_RANKS
     for _ in range(MENDED):
-        changed = pairing.fit(search, layer) if pairs else search.problem.per_rank > PAIR and renew(search, layer)
+        changed = pairing.fit(search, layer) if pairs else many and renew(search, layer)
         if not changed or search.late():
             return
 

@@ -64,3 +64,21 @@ def test_where_copies_are_right_nothing_is_renewed() -> None:
     cold = Problem.of(_stale().load, 4, 3, window=4)
     search = _search(cold.with_prior(solve(cold).placement))
     assert exchanged(search, 0) is None or not renew(search, 0)
+
+
+@pytest.mark.parametrize(("ranks", "tried"), [(8, False), (9, True)])
+def test_few_ranks_renew_nothing(ranks: int, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from controller.solver import renewal
+
+    seen: list[int] = []
+
+    def note(search: object, layer: int) -> bool:
+        seen.append(layer)
+        return False
+
+    monkeypatch.setattr(renewal, "renew", note)
+    load = np.random.default_rng(0).lognormal(4, 1, (2, 1, 20))
+    cold = solve(Problem.of(load, ranks, 3))
+    seen.clear()
+    solve(Problem.of(load[:, :, ::-1], ranks, 3).with_prior(cold.placement))
+    assert bool(seen) == tried
