@@ -14,7 +14,7 @@ from controller.planner import transfer_seconds
 from controller.settings import GroupSettings
 from controller.solver import Problem
 from controller.solver.problem import Floats
-from controller.solver.touched import counts_nodes, nodes_of_layers
+from controller.solver.touched import LEAST_TUPLES, counts_nodes, nodes_of_layers
 from eplane.load import FloatLoad
 from eplane.placement import FloatTable, Placement
 from eplane.plan import Prediction, WavePlan
@@ -22,8 +22,6 @@ from eplane.topology import World
 
 # A confirmed gain may be smaller than the promised one, but not by more than this part.
 CONFIRM_PART = 0.6
-# A layer with fewer sampled tuples says too little of the nodes that a token touches: the solver's own bound.
-LEAST_TUPLES = 64
 
 
 @dataclass(frozen=True, slots=True)

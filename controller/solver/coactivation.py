@@ -27,18 +27,16 @@ import numpy as np
 from controller.costs import hardware_named, node_price
 from controller.solver.answer import Answer
 from controller.solver.compiled import nodes as kernel
-from controller.solver.measure import count_moves
+from controller.solver.measure import count_moves, even_shares
 from controller.solver.methods.eplane import PART_SEEN, prepare, weighted
 from controller.solver.problem import EMPTY, Floats, Ints, Problem, ShareMode, Strategy
 from controller.solver.repair import keep_places, repair
-from controller.solver.search import FREE
-from controller.solver.touched import fitted, judged, touched
+from controller.solver.search import FREE, over
+from controller.solver.touched import LEAST_TUPLES, fitted, judged, touched
 
 NODE_WEIGHT = 0.3
 """Default price of a node more a token, in max / mean of one layer: what an H800 node's links ask at 1,024 routed tokens a
 rank of an engine that sends a token once to each node."""
-LEAST_TUPLES = 64
-"""A layer with fewer sampled tuples says too little of which experts fire together."""
 SURE, JUDGED_SURE = 1.0, 3.0
 """Standard errors taken off a gain: of one exchange in the half that is searched, of all together in the other."""
 HOLD = 1.5
@@ -70,7 +68,7 @@ def solve_near(problem: Problem, balanced: Callable[[Problem], Answer]) -> Answe
     # next solve has moves of its own. From nothing, moves are free.
     bare = replace(bare, max_moves=None)
     for _ in range(ROUNDS - 1 if problem.max_moves is None or problem.prior is None else 0):
-        if not changed or _over(deadline):
+        if not changed or over(deadline):
             break
         near = replace(bare, budget_ms=_part(deadline)).with_prior(placement)
         again = _Round(replace(problem, prior=near.prior, max_moves=None), near, balanced(near).placement, deadline)
@@ -81,7 +79,7 @@ def solve_near(problem: Problem, balanced: Callable[[Problem], Answer]) -> Answe
     if problem.fixed_slots:
         placement = keep_places(problem, placement)
     decisions = first.explain(placement, [x for x in alone.decisions if not x.startswith(LATE)])
-    if _over(deadline) or len(decisions) < len(alone.decisions):
+    if over(deadline) or len(decisions) < len(alone.decisions):
         decisions.append(f"{LATE} after {problem.budget_ms:g} ms: the best placement so far")
     return _answer(problem, alone, placement, decisions)
 
@@ -110,10 +108,6 @@ def weight_of_node(problem: Problem) -> float:
 def _part(deadline: float | None) -> float | None:
     """Milliseconds that balance may use of what is left."""
     return None if deadline is None else max(deadline - time.perf_counter(), 0.0) * 1e3 * BALANCE_PART
-
-
-def _over(deadline: float | None) -> bool:
-    return deadline is not None and time.perf_counter() >= deadline
 
 
 def _alike(one: Ints, other: Ints) -> bool:
@@ -178,7 +172,7 @@ class _Round:
     def run(self, layers: range | list[int]) -> Ints:
         """[L, P] the best of all candidates in `layers`, the present placement (or, without one, balance) elsewhere."""
         for layer in range(self.problem.layers):
-            if layer in layers and not _over(self.deadline):
+            if layer in layers and not over(self.deadline):
                 self._choose(layer)
             elif layer in layers:
                 self.choices[layer].told = "time ran out before nodes were looked at"
@@ -236,8 +230,7 @@ class _Round:
         p, search = self.problem, self.search
         rules = search.begin(layer, table)
         flat = table.reshape(-1)
-        counts = np.bincount(flat[flat != EMPTY], minlength=p.experts)
-        shares = np.where(flat == EMPTY, 0.0, 1.0 / np.maximum(counts, 1)[flat])
+        shares = even_shares(flat[None], p.experts)[0]
         return _Candidate(
             name=name,
             table=table.copy(),
@@ -252,12 +245,12 @@ class _Round:
         p, search = self.problem, self.search
         rules = search.begin(layer, base.table)
         kernel.setup_tokens(search.state, tokens)
-        left = FREE if p.max_moves is None or p.prior is None else p.max_moves - int(search.moved[layer])
+        left = search.room(layer) - int(search.moved[layer])
         steps = FREE if self.deadline is None else STEPS_A_CALL
         for eager in (EAGER, 1.0) if p.prior is None else (1.0,):
             goal = kernel.Goal(self.weight * eager, cap, SURE)
             settled = 0
-            while not settled and not _over(self.deadline):
+            while not settled and not over(self.deadline):
                 _, moves, settled = kernel.lower(search.state, rules, tokens, goal, left, steps, self.pick)
                 left -= moves
         found = self._measure(f"{base.name}, exchanged", layer, search.state.table, tokens)

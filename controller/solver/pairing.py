@@ -45,7 +45,7 @@ def fit(search: Search, layer: int) -> bool:
         if search.late() or worse > PATIENCE:
             break
         table = before.copy()
-        if not _under(search, layer, w, copies.copy(), limit, table, keep=True):
+        if not _under(search, layer, w, copies.copy(), limit, table):
             break
         if search.count_moves(layer, table) > room:
             continue
@@ -73,18 +73,18 @@ def scratch(search: Search, layer: int) -> Ints | None:
     for step in range(HALVINGS):
         limit, trial = high if step == 0 else 0.5 * (low + high), copies.copy()
         table = np.full((p.ranks, 2), EMPTY, dtype=np.int32)
-        if _under(search, layer, w, trial, limit, table, keep=False):
+        if _under(search, layer, w, trial, limit, table):
             found, high = table, limit
         else:
             low = limit
     return found
 
 
-def _under(search: Search, layer: int, w: Ints, copies: Ints, limit: float, table: Ints, *, keep: bool) -> bool:
-    """Write to `table` pairs under `limit`; False where none are found."""
+def _under(search: Search, layer: int, w: Ints, copies: Ints, limit: float, table: Ints) -> bool:
+    """Change `table` so that its pairs are under `limit`; False where none are found."""
     p = search.problem
     usable = p.usable_of(layer).astype(np.int64)
     low, high = p.min_replicas[layer].astype(np.int64), p.max_replicas[layer].astype(np.int64)
     if pairs.settle(w, low, high, limit, copies, int(usable.sum())) > 0:
         return False
-    return bool(pairs.pair_up(usable, w, copies, limit * SLACK, table, keep, search.tuning.sharp))
+    return bool(pairs.pair_up(usable, w, copies, limit * SLACK, table, search.tuning.sharp))

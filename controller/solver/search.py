@@ -133,7 +133,7 @@ class Search:
 
     def late(self) -> bool:
         """Whether time is up."""
-        return self.deadline is not None and time.perf_counter() >= self.deadline
+        return over(self.deadline)
 
     def keep(self, layer: int) -> Kept:
         """The layer as it is, to come back to."""
@@ -150,11 +150,11 @@ class Search:
         limit = self.problem.max_moves
         return FREE if limit is None or self.problem.prior is None else limit
 
-    def turn(self, layer: int, steps: int = STEPS_A_TURN) -> None:
-        """Up to `steps` more changes of one layer."""
+    def turn(self, layer: int) -> None:
+        """Up to STEPS_A_TURN more changes of one layer."""
         budget = self.room(layer) - int(self.moved[layer])
         rules = self._setup(layer, self.tables[layer])
-        moved, objective, settled = moves.improve(self.state, rules, min(steps, STEPS_A_TURN), budget)
+        moved, objective, settled = moves.improve(self.state, rules, STEPS_A_TURN, budget)
         self.tables[layer] = self.state.table
         self.moved[layer] += moved
         self.objective[layer] = objective / rules.unit
@@ -165,15 +165,14 @@ class Search:
         while not self.done[layer] and not self.late():
             self.turn(layer)
 
-    def run(self) -> bool:
-        """Turns for all layers, worst first, until none has a change left or time is up. True if it finished."""
+    def run(self) -> None:
+        """Turns for all layers, worst first, until none has a change left or time is up."""
         while not self.done.all():
             order = np.argsort(-self.objective, kind="stable")
             for layer in order[~self.done[order]].tolist():
                 if self.late():
-                    return False
+                    return
                 self.turn(layer)
-        return True
 
     def kick(self, layer: int, goal: float, rounds: int) -> None:
         """Leave local optima of a cold start: shift a few redundant copies at random, improve, keep what is better.
@@ -238,6 +237,11 @@ class Search:
     def price_of(self, layer: int) -> float:
         """Objective plus price of the moves so far."""
         return float(self.objective[layer]) + self.tuning.price * float(self.moved[layer])
+
+
+def over(deadline: float | None) -> bool:
+    """Whether time is up; there is no end without a deadline."""
+    return deadline is not None and time.perf_counter() >= deadline
 
 
 def relabel(table: Ints, prior: Ints, node: Ints, usable: Ints, speed: Floats, locked: Bools, same_node: bool) -> Ints:

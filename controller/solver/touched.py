@@ -6,6 +6,9 @@ import numpy as np
 
 from controller.solver.problem import EMPTY, Floats, Ints, Problem
 
+LEAST_TUPLES = 64
+"""A layer with fewer sampled tuples says too little of which experts fire together: solver and gate leave it alone."""
+
 
 def counts_nodes(problem: Problem) -> bool:
     """Is there anything to know of nodes touched: several nodes and a sample?"""

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from controller.solver import Answer, Problem, solve  # noqa: E402
 from controller.solver.measure import balance, rank_loads  # noqa: E402
 from controller.solver.touched import touched  # noqa: E402
+from tests.bench.report import Report  # noqa: E402
 
 TOPICS_LIKE, POPULAR = 3.0, 0.5
 WINDOW, ENTRIES = 4, 8
@@ -83,22 +84,6 @@ def judge(problem: Problem, answer: Answer, tokens: Sequence[np.ndarray]) -> tup
     ]
     even = balance(ranks, problem.capacity, problem.drained)
     return float(np.mean(each)), float((nodes.max(axis=1) / nodes.mean(axis=1)).mean()), float(even.mean())
-
-
-class Report:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, *lines: str) -> None:
-        for line in lines or ("",):
-            print(line, flush=True)
-            self.lines.append(line)
-
-    def table(self, title: str, head: Sequence[str]) -> None:
-        self.say("", f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head))
-
-    def row(self, *cells: Any) -> None:
-        self.say("| " + " | ".join(f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells) + " |")
 
 
 def at_once(report: Report, shape: Shape, sizes: Sequence[int], layers: int) -> None:

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from controller.simulate import SimulationSettings, simulate  # noqa: E402
 from controller.solver import Problem, policies, solve  # noqa: E402
 from controller.solver.measure import balance, rank_loads  # noqa: E402
+from tests.bench.report import Report  # noqa: E402
 from tests.bench.solver_loads import FAMILIES, PARTS, SHAPES, Loads, Shape, recorded, unrest  # noqa: E402
 from tests.bench.solver_originals import PUBLISHED, SWIFT_IN_ORDER, Reached, means_table, scenario_table  # noqa: E402
 
@@ -37,21 +38,6 @@ PARTS_OF_ALL = ("compare", "traces", "originals", "loads", "kernels", "time", "s
 HEAD = ["shape, family", *ORDER, "best other", "moves allowed", "met"]
 
 Rows = dict[tuple[str, str], dict[str, Reached]]
-
-
-class Report:
-    """Lines to the terminal and, at the end, to a file."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, *lines: str) -> None:
-        for line in lines or ("",):
-            print(line, flush=True)
-            self.lines.append(line)
-
-    def table(self, title: str, head: list[str]) -> None:
-        self.say("", f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head))
 
 
 def run(trace: Loads, shape: Shape, policy: str, window: int, prior: list[list[int]] | None = None) -> Reached:

@@ -327,18 +327,24 @@ async def test_without_hysteresis_noise_would_move_experts(rig: Rig) -> None:
     assert VerdictKind.STARTED in kinds
 
 
-async def test_what_a_migration_truly_gained_is_filled_in(rig: Rig) -> None:
-    leader = await migrated(rig)
-    await rig.nodes.report(leader.desk, tilted(), 6)
-    await leader.cycle()
+def gained_as_predicted(leader: Seated) -> float:
+    """What the last migration measurably gained, which is about what was predicted."""
     pointer = leader.group.state.epoch()
     assert pointer is not None
     record = leader.group.state.histories()[pointer.epoch]
     assert record.measured_gain_s is not None
     assert record.predicted_gain_s is not None
     assert record.measured_gain_s == pytest.approx(record.predicted_gain_s, rel=0.1)
+    return record.measured_gain_s
+
+
+async def test_what_a_migration_truly_gained_is_filled_in(rig: Rig) -> None:
+    leader = await migrated(rig)
+    await rig.nodes.report(leader.desk, tilted(), 6)
+    await leader.cycle()
+    measured = gained_as_predicted(leader)
     (line,) = await leader.desk.migrations()
-    assert (await leader.desk.migration(line["id"]))["measured_gain_s"] == record.measured_gain_s
+    assert (await leader.desk.migration(line["id"]))["measured_gain_s"] == measured
 
 
 async def test_what_a_migration_gained_counts_nodes_as_the_prediction_did(rig: Rig) -> None:
@@ -355,13 +361,7 @@ async def test_what_a_migration_gained_counts_nodes_as_the_prediction_did(rig: R
         assert await finish(rig, leader) is MigrationState.DONE
         await rig.nodes.report(leader.desk, tilted(4 * len(gains)), 16)
         await leader.cycle()
-        pointer = leader.group.state.epoch()
-        assert pointer is not None
-        record = leader.group.state.histories()[pointer.epoch]
-        assert record.measured_gain_s is not None
-        assert record.predicted_gain_s is not None
-        assert record.measured_gain_s == pytest.approx(record.predicted_gain_s, rel=0.1)
-        gains.append(record.measured_gain_s)
+        gains.append(gained_as_predicted(leader))
 
 
 async def test_limits_hold_across_a_change_of_leader(rig: Rig) -> None:

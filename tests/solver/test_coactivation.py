@@ -319,7 +319,7 @@ def test_time_may_end_between_any_two_exchanges(monkeypatch: pytest.MonkeyPatch)
     values = []
     for checks in (0, 4, 8, 16, 10_000):
         left = iter([False] * checks)
-        monkeypatch.setattr(coactivation, "_over", lambda _, left=left: next(left, True))
+        monkeypatch.setattr(coactivation, "over", lambda _, left=left: next(left, True))
         answer = solve(asked)
         assert answer.nodes_per_token is not None
         values.append(answer.nodes_per_token[1])

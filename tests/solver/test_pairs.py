@@ -96,22 +96,22 @@ def test_pairs_that_hold_are_kept_and_the_others_made_anew() -> None:
     table = np.array([[0, 1], [2, 5], [3, 4]], dtype=np.int32)
     copies = np.ones(6, dtype=np.int64)
     out: Ints = table.copy()
-    assert pairs.pair_up(np.full(3, 2), load, copies, 11.0, out, True, False)
+    assert pairs.pair_up(np.full(3, 2), load, copies, 11.0, out, False)
     rows = [set(row.tolist()) for row in out]
     assert all(load[list(row)].sum() <= 11.0 for row in rows)
     assert sorted(out.ravel().tolist()) == list(range(6))
     # Under 15 every pair holds, so nothing moves.
     same: Ints = table.copy()
-    assert pairs.pair_up(np.full(3, 2), load, copies, 15.0, same, True, False)
+    assert pairs.pair_up(np.full(3, 2), load, copies, 15.0, same, False)
     assert np.array_equal(same, table)
     impossible: Ints = table.copy()
-    assert not pairs.pair_up(np.full(3, 2), load, copies, 9.0, impossible, True, False)
+    assert not pairs.pair_up(np.full(3, 2), load, copies, 9.0, impossible, False)
 
 
 def test_a_rank_without_slots_gets_none() -> None:
     usable = np.array([2, 0, 2])
     table = np.full((3, 2), EMPTY, dtype=np.int32)
-    assert pairs.pair_up(usable, np.array([4.0, 3, 2, 1]), np.ones(4, dtype=np.int64), 6.0, table, False, True)
+    assert pairs.pair_up(usable, np.array([4.0, 3, 2, 1]), np.ones(4, dtype=np.int64), 6.0, table, True)
     assert (table[1] == EMPTY).all()
 
 

@@ -47,20 +47,13 @@ def _overload(size, limit):  # type: ignore[no-untyped-def]
 
 @compiled
 def _exchanged(size, w, copies, more, less, out):  # type: ignore[no-untyped-def]
-    """Write to out the sorted sizes once `more` has a copy more and `less` one less (-1: takes or leaves an empty place)."""
-    drop_a = w[more] / copies[more] if more >= 0 else -1.0
-    drop_b = w[less] / copies[less] if less >= 0 else -1.0
-    na = copies[more] if more >= 0 else 0
-    nb = copies[less] if less >= 0 else 0
-    new_a = w[more] / (copies[more] + 1) if more >= 0 else 0.0
-    new_b = w[less] / max(copies[less] - 1, 1) if less >= 0 else 0.0
-    left_a = na + 1 if more >= 0 else 0
-    left_b = nb - 1 if less >= 0 else 0
+    """Write to out the sorted sizes once `more` has a copy more and `less` one less (-1: it takes an empty place)."""
+    drop_a, drop_b = w[more] / copies[more], w[less] / copies[less] if less >= 0 else -1.0
+    na, nb = copies[more], copies[less] if less >= 0 else 0
+    new_a, new_b = w[more] / (copies[more] + 1), w[less] / max(copies[less] - 1, 1) if less >= 0 else 0.0
+    left_a, left_b = na + 1, nb - 1 if less >= 0 else 0
     zero = 1 if less < 0 else 0
     n = 0
-    if more < 0:
-        out[0] = 0.0
-        n = 1
     for i in range(size.shape[0]):
         v = size[i]
         if zero > 0 and v == 0.0:
@@ -132,7 +125,7 @@ def _givers(w, low, copies, givers):  # type: ignore[no-untyped-def]
 def settle(w, low, high, limit, copies, places):  # type: ignore[no-untyped-def]
     """Change `copies [E]` one exchange at a time until they fit under `limit`; returns the overload that is left."""
     experts = w.shape[0]
-    size, out = np.empty(places), np.empty(places + 2)
+    size, out = np.empty(places), np.empty(places)
     owner = np.empty(places, dtype=np.int64)
     picked = np.zeros(experts, dtype=np.bool_)
     givers = np.empty(GIVERS, dtype=np.int64)
@@ -161,7 +154,7 @@ def settle(w, low, high, limit, copies, places):  # type: ignore[no-untyped-def]
                     if (f < 0 and total >= places) or f == e:
                         continue
                     _exchanged(size, w, copies, e, f, out)
-                    value = _overload(out[:places], limit)
+                    value = _overload(out, limit)
                     if value < best:
                         best, more, less = value, e, f
         if more == -2:
@@ -177,54 +170,54 @@ def settle(w, low, high, limit, copies, places):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def pair_up(usable, w, copies, limit, table, keep, tight):  # type: ignore[no-untyped-def]
-    """Write to `table [R, 2]` pairs of at most `limit`, each expert `copies [E]` times. keep: start from what it holds.
+def _release(size, left, limit, table, load):  # type: ignore[no-untyped-def]
+    """Take out of `table` copies beyond those wanted, and the smaller one of each pair above the limit.
 
-    Pairs that hold are kept; of the others the larger copy stays. What is left over goes, largest first, to the fullest
-    rank that can take it; where none can, a small partner makes room. True if all found a place.
+    left [E]: copies that still want a place; load [R] of what stays. False where one copy alone exceeds the limit.
+    """
+    ranks = table.shape[0]
+    for r in range(ranks):
+        for k in range(2):
+            if table[r, k] >= 0:
+                left[table[r, k]] -= 1
+    for e in range(left.shape[0]):
+        while left[e] < 0:
+            worst, place, most = -1, 0, -1.0
+            for r in range(ranks):
+                for k in range(2):
+                    if table[r, k] == e:
+                        other = size[table[r, 1 - k]] if table[r, 1 - k] >= 0 else 0.0
+                        if other > most:
+                            worst, place, most = r, k, other
+            table[worst, place] = -1
+            left[e] += 1
+    for r in range(ranks):
+        a, b = table[r, 0], table[r, 1]
+        load[r] = (size[a] if a >= 0 else 0.0) + (size[b] if b >= 0 else 0.0)
+        if load[r] > limit and a >= 0 and b >= 0:
+            k = 0 if size[a] < size[b] else 1
+            left[table[r, k]] += 1
+            load[r] -= size[table[r, k]]
+            table[r, k] = -1
+        if load[r] > limit:
+            return False
+    return True
+
+
+@compiled
+def pair_up(usable, w, copies, limit, table, tight):  # type: ignore[no-untyped-def]
+    """Change `table [R, 2]` so that its pairs are at most `limit` and each expert is there `copies [E]` times.
+
+    Pairs that hold are kept; of the others the larger copy stays. What is left over goes, largest first, to the coolest
+    rank that can take it (tight: to the fullest); where none can, a small partner makes room. True if all found a place.
     """
     ranks = table.shape[0]
     experts = w.shape[0]
-    size = np.empty(experts)
+    size = w / np.maximum(copies, 1)
     left = copies.copy()
-    for e in range(experts):
-        size[e] = w[e] / max(copies[e], 1)
     load = np.zeros(ranks)
-    if keep:
-        for e in range(experts):
-            left[e] = 0
-        for r in range(ranks):
-            for k in range(2):
-                if table[r, k] >= 0:
-                    left[table[r, k]] -= 1
-        # left: minus the copies there are; plus those wanted: above zero are lacking, below zero are too many.
-        for e in range(experts):
-            left[e] += copies[e]
-        for e in range(experts):
-            while left[e] < 0:
-                worst, place, most = -1, 0, -1.0
-                for r in range(ranks):
-                    for k in range(2):
-                        if table[r, k] == e:
-                            other = size[table[r, 1 - k]] if table[r, 1 - k] >= 0 else 0.0
-                            if other > most:
-                                worst, place, most = r, k, other
-                table[worst, place] = -1
-                left[e] += 1
-        for r in range(ranks):
-            a, b = table[r, 0], table[r, 1]
-            load[r] = (size[a] if a >= 0 else 0.0) + (size[b] if b >= 0 else 0.0)
-            if load[r] > limit and a >= 0 and b >= 0:
-                k = 0 if size[a] < size[b] else 1
-                left[table[r, k]] += 1
-                load[r] -= size[table[r, k]]
-                table[r, k] = -1
-            if load[r] > limit:
-                return False
-    else:
-        for r in range(ranks):
-            table[r, 0] = -1
-            table[r, 1] = -1
+    if not _release(size, left, limit, table, load):
+        return False
     order = np.argsort(-size)
     for i in range(experts):
         e = order[i]
